@@ -1,0 +1,249 @@
+"""The process group: who takes part, numbers summed over workers, things done once per node.
+
+Tensors of the model travel over the backend of the device (NCCL or gloo, see balancer.py). All
+else, a few numbers at a time, travels over a gloo group of its own between CPU buffers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from configs.errors import UserError
+
+# Downloading, unpacking or decoding a data set may take far longer than any step.
+_PREPARATION_LIMIT = timedelta(hours=24)
+_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Workers:
+    """This worker's place among all workers.
+
+    rank, size: global; local_rank, local_size: within its node; control: the group for numbers.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+    backend: str
+    threads: int
+    control: dist.ProcessGroup
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def device_name(self) -> str:
+        """`cpu`, or the GPU's index and name."""
+        if self.device.type != "cuda":
+            return self.device.type
+        return f"{self.device} {torch.cuda.get_device_name(self.device)}"
+
+    def gather(self, values: np.ndarray) -> np.ndarray:
+        """One array of the same shape from each worker, as float64 [n, …], on every worker."""
+        mine = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float64))
+        rows = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(rows, mine, group=self.control)
+        return torch.stack(rows).numpy()
+
+    def sum(self, values: np.ndarray) -> np.ndarray:
+        """Sum over workers in float64, the same bits on every worker: added up in rank order."""
+        return self.gather(values).sum(axis=0)
+
+    def gather_json(self, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+        """A JSON-able value from each worker, in rank order, on every worker."""
+        return [json.loads(text) for text in self._gather_bytes(json.dumps(value).encode(), group)]
+
+    def broadcast_bytes(self, content: bytes | None) -> bytes | None:
+        """Rank 0's bytes (or None) on every worker."""
+        length = torch.tensor([-1 if content is None else len(content)])
+        dist.broadcast(length, src=0, group=self.control)
+        if length.item() < 0:
+            return None
+        buffer = torch.empty(int(length), dtype=torch.uint8)
+        if self.is_first:
+            buffer = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        dist.broadcast(buffer, src=0, group=self.control)
+        return buffer.numpy().tobytes()
+
+    def once_per_node(self, work: Callable[[], Any]) -> Any:
+        """Runs `work` on one worker of each node while the others wait; returns its JSON-able result.
+
+        A UserError on any node is raised on all workers.
+        """
+        patient = dist.new_group(backend="gloo", timeout=_PREPARATION_LIMIT)
+        return self._elected(work, self.rank - self.local_rank, patient)
+
+    def once(self, work: Callable[[], Any]) -> Any:
+        """Runs `work` on rank 0 alone; its JSON-able result, or its UserError, reaches all."""
+        return self._elected(work, 0, self.control)
+
+    def check_replicas(self, module: nn.Module) -> None:
+        """Raises RuntimeError naming the ranks whose parameters or buffers differ from rank 0's."""
+        sums = self.gather(np.array([checksum(module)]))[:, 0]
+        different = [rank for rank in range(self.size) if sums[rank] != sums[0]]
+        if different:
+            raise RuntimeError(f"the weights of ranks {different} differ from those of rank 0")
+
+    def _elected(self, work: Callable[[], Any], leader: int, group: dist.ProcessGroup) -> Any:
+        outcome: dict[str, Any] = {}
+        if self.rank == leader:
+            try:
+                outcome["value"] = work()
+            except UserError as error:
+                outcome["error"] = str(error)
+        outcomes = self.gather_json(outcome, group)
+        for other in outcomes:
+            if "error" in other:
+                raise UserError(other["error"])
+        return outcomes[leader]["value"]
+
+    def _gather_bytes(self, content: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
+        group = group or self.control
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([len(content)]), group=group)
+        longest = max(int(length) for length in lengths)
+        mine = torch.frombuffer(bytearray(content.ljust(longest)), dtype=torch.uint8)
+        rows = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(rows, mine, group=group)
+        return [row.numpy().tobytes()[: int(n)] for row, n in zip(rows, lengths)]
+
+
+def checksum(module: nn.Module) -> int:
+    """CRC-32 over the bytes of all parameters and buffers."""
+    total = 0
+    for tensor in (*module.parameters(), *module.buffers()):
+        flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        total = zlib.crc32(flat.numpy(), total)
+    return total
+
+
+@contextmanager
+def join(
+    backend: str | None,
+    device: str | None,
+    threads: int | None,
+    timeout: float,
+    local_rank: int | None = None,
+    local_size: int | None = None,
+) -> Iterator[Workers]:
+    """Joins the process group that the launcher describes, or makes one of a single process.
+
+    backend, device: None for what the machine has; threads: PyTorch's on each worker, None for an
+    even part of the cores; timeout: seconds until a collective that does not end is an error;
+    local_rank, local_size: from the command line, used where the environment does not say.
+    Raises UserError for a set-up that cannot work.
+    """
+    place = _place(local_rank, local_size)
+    kind = _device_kind(device)
+    backend = _backend(backend, kind, place["local_size"])
+    here = torch.device("cpu")
+    if kind == "cuda":
+        here = torch.device("cuda", place["local_rank"] % torch.cuda.device_count())
+        torch.cuda.set_device(here)
+    torch.set_num_threads(_threads(threads, place["local_size"]))
+    limit = timedelta(seconds=timeout)
+    store = dist.HashStore() if place["size"] == 1 and "RANK" not in os.environ else None
+    rendezvous = {} if store is None else {"store": store, "rank": 0, "world_size": 1}
+    dist.init_process_group(backend, timeout=limit, **rendezvous)
+    control = dist.new_group(backend="gloo", timeout=limit)
+    yield Workers(
+        **place, device=here, backend=backend, threads=torch.get_num_threads(), control=control
+    )
+    # Only after success: with a broken peer this would wait, and the process is ending anyway.
+    dist.destroy_process_group()
+
+
+def _place(local_rank: int | None, local_size: int | None) -> dict[str, int]:
+    """rank, size, local_rank and local_size from the environment, which wins, or the arguments."""
+    environment = os.environ
+    if "RANK" not in environment and "WORLD_SIZE" not in environment:
+        if (local_size or 1) > 1 or (local_rank or 0) > 0:
+            raise UserError(
+                f"--local_world_size={local_size or 1} --local_rank={local_rank or 0} but no "
+                "launcher started this process: use torchrun --nproc_per_node=N trainer.py …"
+            )
+        return {"rank": 0, "size": 1, "local_rank": 0, "local_size": 1}
+    missing = [name for name in _LAUNCHER_VARIABLES if name not in environment]
+    if missing:
+        raise UserError(
+            f"the environment has RANK or WORLD_SIZE but not {', '.join(missing)}: "
+            "start with torchrun, or unset them to run one process"
+        )
+    rank, size = _number("RANK"), _number("WORLD_SIZE")
+    local_size = _number("LOCAL_WORLD_SIZE", local_size or size)
+    fallback = rank % local_size if local_rank is None else local_rank
+    return {
+        "rank": rank,
+        "size": size,
+        "local_rank": _number("LOCAL_RANK", fallback),
+        "local_size": local_size,
+    }
+
+
+def _number(variable: str, fallback: int | None = None) -> int:
+    text = os.environ.get(variable)
+    if text is None and fallback is not None:
+        return fallback
+    try:
+        return int(text)
+    except (TypeError, ValueError):
+        raise UserError(f"the environment's {variable} must be a whole number, not {text!r}")
+
+
+def _device_kind(device: str | None) -> str:
+    if device is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("device: cuda was asked for, but PyTorch finds no GPU: use --device cpu")
+    return device
+
+
+def _backend(backend: str | None, kind: str, local_size: int) -> str:
+    if backend is None:
+        backend = "nccl" if kind == "cuda" and dist.is_nccl_available() else "gloo"
+    if backend == "nccl" and kind != "cuda":
+        raise UserError("backend: nccl needs GPUs: use --backend gloo, or --device cuda")
+    if backend == "nccl" and local_size > torch.cuda.device_count():
+        raise UserError(
+            f"{local_size} workers on a node with {torch.cuda.device_count()} GPU(s), but NCCL "
+            f"needs one GPU per worker: start --nproc_per_node={torch.cuda.device_count()}, "
+            "or share the GPUs with --backend gloo"
+        )
+    return backend
+
+
+def _threads(threads: int | None, local_size: int) -> int:
+    """Threads per worker: as asked for, else as the user's environment says, else an even part."""
+    if threads is not None:
+        return threads
+    if _user_set_threads():
+        return torch.get_num_threads()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, (cores or 1) // local_size)
+
+
+def _user_set_threads() -> bool:
+    """Whether OMP_NUM_THREADS comes from the user: torchrun sets it to 1 where it is missing."""
+    if os.environ.get("OMP_NUM_THREADS") != "1" or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return "OMP_NUM_THREADS" in os.environ
+    try:
+        with open(f"/proc/{os.getppid()}/environ", "rb") as launcher:
+            return b"OMP_NUM_THREADS=" in launcher.read()
+    except OSError:
+        return False

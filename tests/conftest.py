@@ -1,0 +1,11 @@
+"""Makes the project's modules importable from the tests and keeps threads from competing."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+os.environ.setdefault("OMP_NUM_THREADS", "1")
