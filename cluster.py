@@ -54,6 +54,15 @@ class Workers:
             return self.device.type
         return f"{self.device} {torch.cuda.get_device_name(self.device)}"
 
+    @property
+    def launcher(self) -> str:
+        """The command words that start as many workers as there are, up to the script's name."""
+        if "RANK" not in os.environ:
+            return "python "
+        nodes = -(-self.size // self.local_size)
+        where = "--standalone" if nodes == 1 else f"--nnodes={nodes}"
+        return f"torchrun {where} --nproc_per_node={self.local_size} "
+
     def gather(self, values: np.ndarray) -> np.ndarray:
         """One array of the same shape from each worker, as float64 [n, …], on every worker."""
         mine = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float64))
@@ -82,9 +91,10 @@ class Workers:
         return buffer.numpy().tobytes()
 
     def once_per_node(self, work: Callable[[], Any]) -> Any:
-        """Runs `work` on one worker of each node while the others wait; returns its JSON-able result.
+        """Runs `work` on one worker of each node while the others wait.
 
-        A UserError on any node is raised on all workers.
+        Returns its JSON-able result on all workers of the node. A UserError on any node is raised
+        on all workers.
         """
         patient = dist.new_group(backend="gloo", timeout=_PREPARATION_LIMIT)
         return self._elected(work, self.rank - self.local_rank, patient)

@@ -24,7 +24,7 @@ _BISECTIONS = 200
 
 
 class PlanError(ValueError):
-    """Batch sizes that cannot be had: the bounds do not hold the global batch, a bad share or time."""
+    """A plan that cannot be had: bounds that do not hold the batch, a bad share or time."""
 
 
 def epoch_order(size: int, seed: int, epoch: int) -> np.ndarray:

@@ -51,8 +51,8 @@ def train_with_changing_shares(exchange_name: str, weight: str) -> list[float]:
         for epoch in range(EPOCHS):
             plan = balancer.plan_epoch(epoch)
             for sizes in plan.batch_sizes:
-                extra = draw.multinomial(sizes.sum() - workers.size, [1 / workers.size] * workers.size)
-                sizes[:] = 1 + extra
+                chances = np.full(workers.size, 1 / workers.size)
+                sizes[:] = 1 + draw.multinomial(sizes.sum() - workers.size, chances)
             for step, index in enumerate(balancer.sampler):
                 loss = nn.functional.cross_entropy(exchange.model(x[index]), y[index])
                 exchange.backward(loss, balancer.weight(step))
@@ -171,9 +171,8 @@ def busy_times(exchange_name: str, sleeps: list[float]) -> dict[str, list[float]
             exchange.backward(loss, 0.5, lambda: clock.sleep(sleeps[workers.rank]))
             clock.mark("step")
         times = clock.read()
-        return {
-            name: getattr(times, name)[1:].tolist() for name in ("busy", "wait", "delay", "backward")
-        }
+        names = ("busy", "wait", "delay", "backward")
+        return {name: getattr(times, name)[1:].tolist() for name in names}
 
 
 @pytest.mark.parametrize("exchange", ["ddp", "flat"])

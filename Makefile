@@ -1,0 +1,34 @@
+# `make demo` and `make test` need Linux with Python 3.10+ (with its venv module) and make.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ALGORITHMS := sync-sgd dp-sgd edp-sgd
+
+.PHONY: demo test test-gpu clean
+
+demo: $(VENV)/.runs
+	for algorithm in $(ALGORITHMS); do \
+		OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc_per_node=2 \
+			trainer.py --config configs/demo.yaml --algorithm $$algorithm --overwrite || exit 1; \
+	done
+	$(BIN)/python -m plots runs/demo --out runs/demo/report
+	@echo "figures and summary are in runs/demo/report"
+
+test: $(VENV)/.tests
+	$(BIN)/python -m pytest
+
+test-gpu: $(VENV)/.tests
+	$(BIN)/python -m pytest -m gpu tests/test_gpu.py
+
+$(VENV)/.runs: requirements.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -r requirements.txt
+	touch $@
+
+$(VENV)/.tests: $(VENV)/.runs requirements-dev.txt
+	$(BIN)/python -m pip install -r requirements-dev.txt
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs

@@ -1,0 +1,165 @@
+"""Rules that tie several keys together, and those that need the number of workers."""
+
+from __future__ import annotations
+
+import dataclasses
+from fractions import Fraction
+from typing import TYPE_CHECKING, NoReturn
+
+from configs.errors import UserError
+
+if TYPE_CHECKING:
+    from configs.schema import Config, PartitionConfig, StragglerRule
+
+# The keys that belong to each kind of straggler; of `constant`'s two, exactly one is given.
+STRAGGLER_KEYS = {
+    "constant": ("seconds", "fraction"),
+    "gamma": ("shape", "scale"),
+    "exponential": ("scale",),
+    "slowdown": ("factor",),
+}
+
+
+def check(config: Config, where: str) -> None:
+    """Raise UserError, beginning with `where`, for keys that contradict each other."""
+    optimizer = config.optimizer
+    if optimizer.nesterov and not optimizer.momentum:
+        _fail(
+            where,
+            "optimizer.nesterov needs optimizer.momentum > 0:"
+            " set optimizer.nesterov to false or give a momentum",
+        )
+    if config.backend == "nccl" and config.device == "cpu":
+        _fail(where, "backend nccl needs device cuda: set backend to gloo or device to cuda")
+    _check_partition(config.partition, where)
+    for index, rule in enumerate(config.stragglers):
+        _check_rule(rule, f"stragglers.{index}", config.timeout, where)
+
+
+def with_normalised_shares(partition: PartitionConfig, where: str) -> PartitionConfig:
+    """Shares divided by their sum and the policy static; unchanged where no shares are given."""
+    if partition.shares is None:
+        return partition
+    # Exact fractions: no overflow, and shares that sum to 1 already stay as they are, bit by bit.
+    exact = [Fraction(share) for share in partition.shares]
+    total = sum(exact)
+    shares = partition.shares
+    if abs(total - 1) > 1e-12:
+        shares = tuple(float(share / total) for share in exact)
+    if 0.0 in shares:
+        index = shares.index(0.0)
+        _fail(where, f"partition.shares.{index} is too small beside the others: give it more")
+    return dataclasses.replace(partition, shares=shares, policy="static")
+
+
+def check_workers(config: Config, world_size: int) -> None:
+    """Raise UserError where the configuration does not fit `world_size` workers."""
+    n = world_size
+    for index, rule in enumerate(config.stragglers):
+        if max(rule.ranks) >= n:
+            _fail_rank(index, max(rule.ranks), n)
+    shares, partition = config.partition.shares, config.partition
+    if shares is not None and len(shares) != n:
+        raise UserError(
+            f"partition.shares has {len(shares)} entries but there {_are_workers(n)}: "
+            f"give one share per worker, or start {_start(len(shares))}"
+        )
+    needed = n * partition.min_batch
+    if config.batch_size < needed:
+        raise UserError(
+            f"batch_size {config.batch_size} is too small: there {_are_workers(n)} with "
+            f"partition.min_batch {partition.min_batch}, so at least {needed} samples are needed"
+        )
+    if partition.max_batch is not None and n * partition.max_batch < config.batch_size:
+        capacity = n * partition.max_batch
+        raise UserError(
+            f"partition.max_batch {partition.max_batch} lets {_workers(n)} take {capacity} "
+            f"samples, {config.batch_size - capacity} short of batch_size {config.batch_size}: "
+            f"raise partition.max_batch to at least {-(-config.batch_size // n)}"
+        )
+
+
+def _check_partition(partition: PartitionConfig, where: str) -> None:
+    policy, shares = partition.policy, partition.shares
+    if policy == "static" and shares is None:
+        _fail(where, "partition.policy static needs partition.shares, e.g. [3, 1]")
+    if shares is not None and policy not in (None, "static"):
+        _fail(
+            where,
+            f"partition.shares needs partition.policy static or null, not {policy}:"
+            " change the policy or set partition.shares to null",
+        )
+    if partition.max_batch is not None and partition.min_batch > partition.max_batch:
+        _fail(
+            where,
+            f"partition.min_batch {partition.min_batch} is more than"
+            f" partition.max_batch {partition.max_batch}: lower the one or raise the other",
+        )
+
+
+def _check_rule(rule: StragglerRule, name: str, timeout: float, where: str) -> None:
+    _check_rule_keys(rule, name, where)
+    if len(set(rule.ranks)) != len(rule.ranks):
+        _fail(where, f"{name}.ranks names a rank twice: give each rank once")
+    if rule.last_epoch is not None and rule.last_epoch < rule.first_epoch:
+        _fail(
+            where,
+            f"{name}.last_epoch {rule.last_epoch} is before"
+            f" {name}.first_epoch {rule.first_epoch}: it must not be less",
+        )
+    if rule.seconds is not None and rule.seconds >= timeout:
+        _fail(
+            where,
+            f"{name}.seconds {rule.seconds:g} must be less than timeout {timeout:g},"
+            " or the other workers give up: lower it or raise timeout",
+        )
+
+
+def _check_rule_keys(rule: StragglerRule, name: str, where: str) -> None:
+    """Each kind has its own keys: all of them are needed, and no others are allowed."""
+    own = STRAGGLER_KEYS[rule.kind]
+    joined = (" or " if rule.kind == "constant" else " and ").join(own)
+    for key in sorted({key for keys in STRAGGLER_KEYS.values() for key in keys} - set(own)):
+        if getattr(rule, key) is not None:
+            kinds = " or ".join(kind for kind, keys in STRAGGLER_KEYS.items() if key in keys)
+            _fail(
+                where,
+                f"{name}.{key} belongs to kind {kinds}, not to {rule.kind}, which takes {joined}:"
+                f" drop {key} or set it to null",
+            )
+    given = [key for key in own if getattr(rule, key) is not None]
+    if rule.kind == "constant" and len(given) != 1:
+        count = "both are" if given else "neither is"
+        _fail(
+            where,
+            f"{name} of kind constant needs exactly one of {name}.seconds and {name}.fraction,"
+            f" but {count} given: give one and leave the other null",
+        )
+    for key in own:
+        if rule.kind != "constant" and getattr(rule, key) is None:
+            _fail(where, f"{name}.{key} is missing: kind {rule.kind} needs {joined}")
+
+
+def _fail_rank(index: int, rank: int, world_size: int) -> NoReturn:
+    ranks = "rank 0" if world_size == 1 else f"ranks 0 to {world_size - 1}"
+    raise UserError(
+        f"stragglers.{index}.ranks names rank {rank} but there {_are_workers(world_size)}"
+        f" ({ranks}): start {_start(rank + 1)}, or change the ranks,"
+        " or drop the rules with stragglers=[]"
+    )
+
+
+def _start(workers: int) -> str:
+    return f"{_workers(workers)} with torchrun --nproc_per_node={workers}"
+
+
+def _workers(n: int) -> str:
+    return f"{n} worker" if n == 1 else f"{n} workers"
+
+
+def _are_workers(n: int) -> str:
+    return f"is {_workers(n)}" if n == 1 else f"are {_workers(n)}"
+
+
+def _fail(where: str, text: str) -> NoReturn:
+    raise UserError(f"{where}: {text}")

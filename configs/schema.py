@@ -1,0 +1,294 @@
+"""The configuration of a run: every key with its type, default, meaning and allowed values.
+
+`from_mapping` reads what a YAML file holds and refuses what it does not understand, `resolve` fills
+in what the algorithm decides, `to_mapping` gives back plain types for `config.yaml`. Configurations
+are frozen: nothing changes them during a run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from configs.checks import check, check_workers, with_normalised_shares
+from configs.filling import fill, setting
+
+__all__ = [
+    "ALGORITHMS",
+    "Config",
+    "DataConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "PartitionConfig",
+    "ScheduleConfig",
+    "StragglerRule",
+    "check_workers",
+    "differences",
+    "from_mapping",
+    "resolve",
+    "to_mapping",
+]
+
+# What each algorithm puts where a key is null: (partition.policy, gradient_weight).
+ALGORITHMS = {
+    "sync-sgd": ("equal", "uniform"),
+    "dp-sgd": ("proportional", "uniform"),
+    "edp-sgd": ("proportional", "share"),
+}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model is trained."""
+
+    name: str = setting(
+        "resnet50", "Model from the registry in models/, or torchvision/NAME as it is."
+    )
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which data the model sees, and where they lie."""
+
+    name: str = setting(
+        "cifar10",
+        "Data set; synthetic is made up and needs no download.",
+        choices=("cifar10", "image_folder", "synthetic"),
+    )
+    root: str = setting("data", "Folder that holds the data set or receives the download.")
+    cache: str = setting("data/cache", "Folder for unpacked or decoded copies of the data.")
+    subset: int | None = setting(
+        None, "Number of training samples to use; null uses all.", at_least=1
+    )
+    test_subset: int | None = setting(
+        None, "Number of test samples to use; null uses all.", at_least=1
+    )
+    image_size: int | None = setting(
+        None, "Side of the square images in pixels; null keeps the data set's own.", at_least=1
+    )
+    mean: tuple[float, ...] | None = setting(
+        None, "Mean per channel (pixels in 0..1); null takes the data set's own.", length=3
+    )
+    std: tuple[float, ...] | None = setting(
+        None,
+        "Standard deviation per channel (pixels in 0..1); null takes the data set's own.",
+        length=3,
+        above=0,
+    )
+    crop_padding: int = setting(
+        4, "Pixels padded on each side before the random crop; 0 crops nothing.", at_least=0
+    )
+    flip: bool = setting(True, "Whether training images are mirrored at random.")
+    placement: str = setting(
+        "auto",
+        "Keep the data whole in memory, read them by loader processes, or auto: decide by size.",
+        choices=("auto", "memory", "loader"),
+    )
+    memory_limit_gib: float = setting(
+        4.0, "Size in GiB up to which auto keeps the data in memory.", above=0
+    )
+    loader_workers: int = setting(
+        2, "Loader processes per worker; 0 loads in the worker itself.", at_least=0
+    )
+    train_samples: int = setting(
+        4096, "Number of training samples of the synthetic data set.", at_least=1
+    )
+    test_samples: int = setting(
+        1024, "Number of test samples of the synthetic data set.", at_least=1
+    )
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Stochastic gradient descent with momentum."""
+
+    lr: float = setting(0.1, "Learning rate at the start.", above=0)
+    momentum: float = setting(0.9, "Momentum factor.", at_least=0, below=1)
+    nesterov: bool = setting(True, "Whether the momentum is Nesterov's; needs momentum > 0.")
+    weight_decay: float = setting(5e-4, "L2 penalty factor on all parameters.", at_least=0)
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """How the learning rate changes from epoch to epoch."""
+
+    kind: str = setting(
+        "cosine",
+        "Learning rate over the epochs: cosine falls to 0, constant stays.",
+        choices=("cosine", "constant"),
+    )
+
+
+@dataclass(frozen=True)
+class PartitionConfig:
+    """How the global batch is divided among the workers."""
+
+    policy: str | None = setting(
+        None,
+        "Equal shares, given shares, or shares that follow measured times; null: by algorithm.",
+        choices=("equal", "static", "proportional"),
+    )
+    shares: tuple[float, ...] | None = setting(
+        None,
+        "Share of each worker for the static policy; normalised, so [3, 1] is [0.75, 0.25].",
+        above=0,
+        nonempty=True,
+    )
+    every: str = setting("epoch", "When shares may change.", choices=("epoch",))
+    min_batch: int = setting(
+        2, "Least samples per worker and step (BatchNorm needs 2).", at_least=1
+    )
+    max_batch: int | None = setting(
+        None, "Most samples per worker and step; null sets no cap.", at_least=1
+    )
+
+
+@dataclass(frozen=True)
+class StragglerRule:
+    """A delay of some workers in each step; keys that the kind does not use stay null."""
+
+    ranks: tuple[int, ...] = setting(
+        ..., "Global ranks that are delayed.", at_least=0, nonempty=True
+    )
+    kind: str = setting(
+        ...,
+        "Delay that is constant, drawn at random (gamma, exponential), or a slowdown.",
+        choices=("constant", "gamma", "exponential", "slowdown"),
+    )
+    seconds: float | None = setting(
+        None, "For constant: delay per step in seconds (or fraction instead).", at_least=0
+    )
+    fraction: float | None = setting(
+        None,
+        "For constant: delay per step as a fraction of the undelayed step time (or seconds).",
+        at_least=0,
+    )
+    shape: float | None = setting(None, "For gamma: shape k; the mean is k * scale.", above=0)
+    scale: float | None = setting(
+        None, "For gamma and exponential: scale in seconds; exponential's mean.", above=0
+    )
+    factor: float | None = setting(
+        None, "For slowdown: how many times longer the worker's own work takes.", at_least=1
+    )
+    first_epoch: int = setting(0, "First epoch with the delay (from 0).", at_least=0)
+    last_epoch: int | None = setting(
+        None, "Last epoch with the delay, inclusive; null delays to the end.", at_least=0
+    )
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that defines a run."""
+
+    name: str = setting(
+        ...,
+        "Name of the workload and first part of the run's folder.",
+        pattern=r"[A-Za-z0-9_+=,-][A-Za-z0-9._+=,-]{0,99}",
+        pattern_meaning="at most 100 letters, digits and . _ + = , - (no dot first)",
+    )
+    algorithm: str = setting(
+        "edp-sgd",
+        "Equal shares, measured shares with a uniform mean, or with a weighted mean.",
+        choices=tuple(ALGORITHMS),
+    )
+    epochs: int = setting(150, "Number of passes over the training data.", at_least=1)
+    batch_size: int = setting(
+        256, "Global batch: samples per step of all workers together.", at_least=1
+    )
+    seed: int = setting(
+        42, "Seed of weights, order, augmentation and delays.", at_least=0, at_most=2**32 - 1
+    )
+    model: ModelConfig = setting(ModelConfig(), "Which model is trained.")
+    data: DataConfig = setting(DataConfig(), "Which data the model sees.")
+    optimizer: OptimizerConfig = setting(OptimizerConfig(), "SGD with momentum.")
+    schedule: ScheduleConfig = setting(ScheduleConfig(), "The learning rate over the epochs.")
+    partition: PartitionConfig = setting(PartitionConfig(), "How the global batch is divided.")
+    gradient_weight: str | None = setting(
+        None,
+        "Weight of a worker's mean gradient: 1/n, its share, or share/n; null: by algorithm.",
+        choices=("uniform", "share", "share-over-n"),
+    )
+    stragglers: tuple[StragglerRule, ...] = setting((), "Delays to inject, one rule each.")
+    exchange: str = setting(
+        "ddp",
+        "Gradient all-reduce by DistributedDataParallel or as one flat buffer.",
+        choices=("ddp", "flat"),
+    )
+    precision: str = setting(
+        "fp32", "Number format of the forward pass.", choices=("fp32", "bf16", "fp64")
+    )
+    memory_format: str = setting(
+        "contiguous", "Layout of images in memory.", choices=("contiguous", "channels-last")
+    )
+    evaluation_batch_size: int = setting(
+        500, "Samples per worker and evaluation step.", at_least=1
+    )
+    backend: str | None = setting(
+        None, "Communication library; null: by device.", choices=("nccl", "gloo")
+    )
+    device: str | None = setting(
+        None, "Device kind; null: cuda where there is one.", choices=("cpu", "cuda")
+    )
+    threads: int | None = setting(
+        None, "CPU threads per worker; null leaves PyTorch's setting.", at_least=1
+    )
+    timeout: float = setting(600.0, "Seconds a collective operation may take.", above=0)
+    output: str = setting("runs", "Folder that receives the run folders.")
+
+
+def from_mapping(mapping: object, where: str = "configuration") -> Config:
+    """Read and check a configuration; `where` (a file name) begins each error.
+
+    Shares are normalised to sum 1, and shares without a policy set the policy static.
+    Raises UserError, one line, for unknown keys, wrong types, bad ranges and contradictions.
+    """
+    config = fill(Config, mapping, where)
+    check(config, where)
+    partition = with_normalised_shares(config.partition, where)
+    return dataclasses.replace(config, partition=partition)
+
+
+def resolve(config: Config) -> Config:
+    """Let the algorithm fill in what is null; what was given wins."""
+    policy, weight = ALGORITHMS[config.algorithm]
+    partition = dataclasses.replace(config.partition, policy=config.partition.policy or policy)
+    weight = config.gradient_weight or weight
+    return dataclasses.replace(config, partition=partition, gradient_weight=weight)
+
+
+def to_mapping(config: Config) -> dict[str, Any]:
+    """The configuration as nested dicts, lists and scalars; `from_mapping` gives it back."""
+    mapping = _plain(dataclasses.asdict(config))
+    for rule in mapping["stragglers"]:
+        for key in [key for key, value in rule.items() if value is None]:
+            del rule[key]
+    return mapping
+
+
+def differences(a: Config, b: Config) -> list[str]:
+    """The dotted keys whose values differ; `stragglers` as a whole if the rules' number does."""
+    return _differences(_plain(dataclasses.asdict(a)), _plain(dataclasses.asdict(b)), "")
+
+
+def _plain(value: Any) -> Any:
+    """Tuples as lists, at every depth."""
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    return [_plain(entry) for entry in value] if isinstance(value, tuple) else value
+
+
+def _differences(a: Any, b: Any, key: str) -> list[str]:
+    """Differing dotted keys below `key`; both values come from the same dataclass."""
+    if isinstance(a, dict):
+        pairs = [(name, a[name], b[name]) for name in a]
+    elif _rules(a) and _rules(b) and len(a) == len(b):
+        pairs = [(str(i), *pair) for i, pair in enumerate(zip(a, b))]
+    else:
+        return [] if a == b else [key]
+    prefix = f"{key}." if key else ""
+    return [found for name, x, y in pairs for found in _differences(x, y, f"{prefix}{name}")]
+
+
+def _rules(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)

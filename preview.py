@@ -1,0 +1,66 @@
+"""What a run would do, without training: the answer to --dry-run."""
+
+from __future__ import annotations
+
+import yaml
+
+from balancer import Balancer
+from cluster import Workers
+from configs.command_line import Launch, run_folder
+from configs.schema import Config, to_mapping
+from data.sources import outline
+from schedule import learning_rate
+from workload import (
+    build_module,
+    build_partitioner,
+    check_steps,
+    count_parameters,
+    gradient_bytes,
+)
+
+
+def preview(launch: Launch, workers: Workers) -> str:
+    """The resolved config and what follows from it; needs the data only where nothing else tells.
+
+    All workers must call it together. Raises UserError where the run could not start.
+    """
+    config = launch.config
+    data = outline(config.data, config.seed, workers.once_per_node)
+    check_steps(config, data.train_samples, workers.size)
+    partitioner = build_partitioner(config, workers.size)
+    balancer = Balancer(
+        partitioner, data.train_samples, config.seed, workers.rank, workers.gather
+    )
+    module = build_module(config, data.classes, data.image_size)
+    devices = workers.gather_json(workers.device_name)
+    lines = [
+        yaml.safe_dump(to_mapping(config), sort_keys=False, default_flow_style=None).rstrip(),
+        "---",
+        f"run folder: {run_folder(launch)}",
+        f"model: {config.model.name}, {count_parameters(module):,} parameters",
+        f"workers: {workers.size} ({workers.backend}): {', '.join(devices)}",
+        f"steps per epoch: {len(balancer.sampler)}, {data.train_samples:,} samples"
+        + _last_batch(balancer, config),
+        f"first plan: batch sizes {_numbers(partitioner.batch_sizes)}",
+        f"all-reduce: {gradient_bytes(module):,} bytes per step and worker",
+        "learning rate by epoch:",
+        *_rates(config),
+        "dry run: nothing was trained or recorded",
+    ]
+    return "\n".join(lines)
+
+
+def _last_batch(balancer: Balancer, config: Config) -> str:
+    if balancer.plan.left_out:
+        return f" (a last batch of {balancer.plan.left_out} is too small and left out)"
+    last = balancer.plan.batch_sizes[-1]
+    return "" if last.sum() == config.batch_size else f" (last batch: {_numbers(last)})"
+
+
+def _rates(config: Config) -> list[str]:
+    rates = [f"{learning_rate(config, epoch):.6g}" for epoch in range(config.epochs)]
+    return ["  " + " ".join(rates[start : start + 10]) for start in range(0, len(rates), 10)]
+
+
+def _numbers(values: object) -> str:
+    return " ".join(map(str, values))

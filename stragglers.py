@@ -1,0 +1,75 @@
+"""Injected delays: who is slowed down, how long, and when.
+
+Every delay is drawn from (seed, rule, rank, epoch, step), so it depends neither on what else draws
+random numbers nor on where a run was resumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from configs.schema import StragglerRule
+
+# Names the random stream of the delays, apart from every other consumer of the same seed.
+_DELAY_STREAM = 0xDE1A
+
+
+class Clock(Protocol):
+    def busy_so_far(self) -> float: ...
+
+    def sleep(self, seconds: float) -> None: ...
+
+
+class Stragglers:
+    """The delays of one worker.
+
+    rules: the config's; rank: global; calibrated: seconds by rule index, for this worker's rules
+    whose delay is a fraction of its busy time.
+    """
+
+    def __init__(
+        self,
+        rules: Sequence[StragglerRule],
+        rank: int,
+        seed: int,
+        calibrated: Mapping[int, float] | None = None,
+    ) -> None:
+        self._rules = [(i, rule) for i, rule in enumerate(rules) if rank in rule.ranks]
+        self._rank, self._seed = rank, seed
+        self._calibrated = dict(calibrated or {})
+
+    def apply(self, clock: Clock, epoch: int, step: int) -> None:
+        """Sleeps for all rules in force at this step, one after the other."""
+        for index, rule in self._rules:
+            if rule.first_epoch <= epoch and (rule.last_epoch is None or epoch <= rule.last_epoch):
+                seconds = self._seconds(index, rule, epoch, step, clock.busy_so_far)
+                if seconds > 0:
+                    clock.sleep(seconds)
+
+    def _seconds(
+        self, index: int, rule: StragglerRule, epoch: int, step: int, busy: Callable[[], float]
+    ) -> float:
+        if rule.kind == "constant":
+            return self._calibrated[index] if rule.seconds is None else rule.seconds
+        if rule.kind == "slowdown":
+            return (rule.factor - 1.0) * busy()
+        draw = np.random.default_rng([_DELAY_STREAM, self._seed, index, self._rank, epoch, step])
+        return float(draw.gamma(1.0 if rule.shape is None else rule.shape, rule.scale))
+
+
+def calibrate(
+    rules: Sequence[StragglerRule], busy: Sequence[float]
+) -> list[dict[str, float | int]]:
+    """The seconds of every delay given as a fraction: [{"rule", "rank", "seconds"}, …].
+
+    busy: each worker's undelayed busy time in seconds per step at an equal split, [n].
+    """
+    return [
+        {"rule": index, "rank": rank, "seconds": rule.fraction * float(busy[rank])}
+        for index, rule in enumerate(rules)
+        if rule.fraction is not None
+        for rank in rule.ranks
+    ]

@@ -1,0 +1,69 @@
+"""What a config asks to be trained: model, optimizer and partitioner, built from it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import models
+from configs.errors import UserError
+from configs.schema import Config
+from partitioner import Partitioner
+
+# Under bf16 the weights stay fp32: autocast rounds where it is safe.
+DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
+MEMORY_FORMATS = {
+    "contiguous": torch.contiguous_format,
+    "channels-last": torch.channels_last,
+}
+
+
+def build_module(config: Config, classes: int, image_size: int) -> nn.Module:
+    """The model with its seeded initial weights, on the CPU."""
+    torch.manual_seed(config.seed)
+    module = models.build(config.model.name, classes, image_size)
+    return module.to(
+        dtype=DTYPES[config.precision], memory_format=MEMORY_FORMATS[config.memory_format]
+    )
+
+
+def build_optimizer(config: Config, module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(
+        module.parameters(),
+        lr=config.optimizer.lr,
+        momentum=config.optimizer.momentum,
+        nesterov=config.optimizer.nesterov,
+        weight_decay=config.optimizer.weight_decay,
+    )
+
+
+def build_partitioner(config: Config, workers: int, policy: str | None = None) -> Partitioner:
+    """The config's partitioner; with `policy`, one that ignores the config's policy and shares."""
+    return Partitioner(
+        workers,
+        config.batch_size,
+        policy=policy or config.partition.policy,
+        shares=None if policy else config.partition.shares,
+        min_batch=config.partition.min_batch,
+        max_batch=config.partition.max_batch,
+    )
+
+
+def check_steps(config: Config, size: int, workers: int) -> None:
+    """Raises UserError where `size` training samples do not give every worker its minimum once."""
+    needed = workers * config.partition.min_batch
+    if size < needed:
+        raise UserError(
+            f"{size} training samples are too few for {workers} workers with "
+            f"partition.min_batch={config.partition.min_batch}: {needed} are needed; "
+            "start fewer workers or use more data"
+        )
+
+
+def count_parameters(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def gradient_bytes(module: nn.Module) -> int:
+    """Bytes of all gradients: what one all-reduce takes from every worker."""
+    return sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
