@@ -38,7 +38,7 @@ DESCRIPTION = """\
 Train one model on all workers with synchronous data-parallel SGD, with the batch divided by their
 speed. Start it with torchrun, e.g.
 
-  torchrun --nproc_per_node=2 trainer.py --config lenet-high --algorithm dp-sgd epochs=5
+  torchrun --standalone --nproc_per_node=2 trainer.py --config lenet-high epochs=5
 """
 
 

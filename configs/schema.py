@@ -231,7 +231,9 @@ class Config:
         None, "Device kind; null: cuda where there is one.", choices=("cpu", "cuda")
     )
     threads: int | None = setting(
-        None, "CPU threads per worker; null leaves PyTorch's setting.", at_least=1
+        None,
+        "CPU threads per worker; null: OMP_NUM_THREADS, else an even part of the cores.",
+        at_least=1,
     )
     timeout: float = setting(600.0, "Seconds a collective operation may take.", above=0)
     output: str = setting("runs", "Folder that receives the run folders.")

@@ -479,7 +479,7 @@ def test_shipped_configs(name):
     check_workers(config, 2)
     head = (files.FOLDER / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[:2]
     assert all(line.startswith("# ") for line in head)
-    assert f"torchrun --nproc_per_node=2 trainer.py --config {name}" in head[1]
+    assert f"torchrun --standalone --nproc_per_node=2 trainer.py --config {name}" in head[1]
 
 
 def test_no_other_configs_ship():
