@@ -1,0 +1,1 @@
+"""Figures and the comparison summary, made from run folders alone."""

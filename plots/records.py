@@ -1,0 +1,81 @@
+"""What is read out of a run's records: single entries, columns over epochs, steps.
+
+A record that lacks what is asked for raises UserError with the file's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from configs.errors import UserError
+from recorder import CONFIG, EPOCHS, PROVENANCE, STEPS, Run
+
+_WARM_UP_STEPS = 3
+
+
+def is_finished(run: Run) -> bool:
+    """Whether all epochs that the config asks for are recorded."""
+    return len(run.epochs) >= setting(run, "epochs")
+
+
+def setting(run: Run, *keys: str) -> Any:
+    """The config's value at nested `keys`; UserError where the file lacks it."""
+    return _entry(run.config, keys, run.path / CONFIG)
+
+
+def provenance(run: Run, key: str) -> Any:
+    """The provenance's value of `key`; UserError where the file lacks it."""
+    return _entry(run.provenance, (key,), run.path / PROVENANCE)
+
+
+def workers(run: Run) -> int:
+    """The number of workers."""
+    return provenance(run, "world_size")
+
+
+def column(run: Run, *keys: str) -> np.ndarray:
+    """[E, ...] floats of one entry of each epoch record, nested `keys`; null becomes NaN.
+
+    Raises UserError when a record lacks the entry.
+    """
+    file = run.path / EPOCHS
+    values = [
+        _entry(record, keys, f"{file} line {line}") for line, record in enumerate(run.epochs, 1)
+    ]
+    try:
+        return np.array([np.nan if value is None else value for value in values], dtype=float)
+    except (TypeError, ValueError):
+        raise UserError(f"{file}: '{'.'.join(keys)}' is not numbers of one shape") from None
+
+
+def _entry(mapping: Any, keys: Sequence[str], where: Path | str) -> Any:
+    for key in keys:
+        if not isinstance(mapping, dict) or key not in mapping:
+            raise UserError(f"{where} has no '{'.'.join(keys)}': damaged, run this seed again")
+        mapping = mapping[key]
+    return mapping
+
+
+def warm_steps(runs: Iterable[Run], name: str) -> np.ndarray:
+    """[S, n] float64 seconds: steps.npz's array `name` of all runs, without warm-up steps.
+
+    The first steps of an epoch hold kernel selection and cold caches, not the method.
+    """
+    parts = []
+    for run in runs:
+        epoch, values = run.steps["epoch"], run.steps[name]
+        if values.shape != (len(epoch), workers(run)):
+            raise UserError(f"{run.path / STEPS}: '{name}' is not [steps, workers]: run this again")
+        starts = np.flatnonzero(np.diff(epoch, prepend=-1))
+        position = np.arange(len(epoch)) - np.repeat(starts, np.diff([*starts, len(epoch)]))
+        parts.append(values[position >= _WARM_UP_STEPS].astype(float))
+    return np.concatenate(parts)
+
+
+def last_half(values: np.ndarray) -> np.ndarray:
+    """The last half (rounded up) of `values` [E, ...]: the epochs in which shares have settled."""
+    return values[len(values) // 2 :]
