@@ -259,9 +259,8 @@ def train(launch: Launch, workers: Workers) -> None:
     """Trains from the last checkpoint, or from the start, to the end; rank 0 records."""
     config, console = launch.config, Console(workers.is_first)
     folder, continued = _open_folder(launch, workers)
-    data = open_data(
-        config.data, config.seed, workers.once_per_node(partial(prepare, config.data, config.seed))
-    )
+    prepared = workers.once_per_node(partial(prepare, config.data))
+    data = open_data(config.data, config.seed, prepared)
     check_steps(config, len(data.train), workers.size)
     trainer = Trainer(config, workers, data)
     checkpoint = workers.broadcast_bytes(folder.checkpoint_bytes()) if continued else None

@@ -1,0 +1,127 @@
+"""Folders of the cache: they appear whole or not at all, and say in meta.json what they hold.
+
+    <cache>/<name>-<fingerprint>/
+        meta.json                     see `Meta`
+        {train,test}-labels.npy       int64 [N]
+        {train,test}-images.npy       uint8 [N, 3, S, S], if decoded
+        {train,test}-paths.npy        bytes [N], relative to the root, of an image folder
+
+Any of them may be deleted: the next start makes it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from configs.errors import UserError
+
+FORMAT = 1  # part of every fingerprint: a change of the format makes new folders
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What a folder of the cache holds. `mean` and `std` are per channel, in units of 0..1."""
+
+    classes: list[str]
+    mean: list[float]
+    std: list[float]
+    image_size: int
+    train_samples: int
+    test_samples: int
+    decoded: bool  # pixels are in {train,test}-images.npy; otherwise files are read at access
+    root: str | None = None  # folder of the image files
+    resize: bool = False  # files are brought to image_size
+
+
+class Fingerprint:
+    """A short hash of all that the content of a folder of the cache depends on."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.blake2b(digest_size=8)
+        self.add(FORMAT)
+
+    def add(self, *parts: object) -> None:
+        for part in parts:
+            raw = part if isinstance(part, bytes) else str(part).encode(errors="surrogateescape")
+            # The length keeps ("ab", "c") and ("a", "bc") apart.
+            self._hash.update(b"%d:%b" % (len(raw), raw))
+
+    def folder(self, cache: str, name: str) -> str:
+        """<cache>/<name>-<fingerprint>"""
+        parent = os.path.abspath(os.path.expanduser(cache))
+        return os.path.join(parent, f"{name}-{self._hash.hexdigest()}")
+
+
+@contextlib.contextmanager
+def new_folder(target: str) -> Iterator[str]:
+    """A temporary folder that becomes `target` at the end, or is removed if the block fails.
+
+    If another process was quicker, its folder stays and this one is dropped.
+    """
+    parent, name = os.path.split(target)
+    temporary = os.path.join(parent, f".{name}.{uuid.uuid4().hex[:8]}.part")
+    try:
+        os.makedirs(temporary)
+    except OSError as error:
+        raise UserError(f"data.cache: cannot write to {parent}: {error.strerror}") from error
+    try:
+        yield temporary
+        try:
+            os.rename(temporary, target)
+        except OSError:
+            if not os.path.isdir(target):
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def require_space(folder: str, needed: int, purpose: str) -> None:
+    """Raises UserError unless `needed` bytes are free where `folder` (absolute) will be."""
+    existing = folder
+    while not os.path.exists(existing):
+        existing = os.path.dirname(existing)
+    free = shutil.disk_usage(existing).free
+    if needed > free:
+        raise UserError(
+            f"{purpose} takes {needed / 2**30:.2f} GiB but {existing} has {free / 2**30:.2f} GiB "
+            "free: make room or set data.cache to another disk"
+        )
+
+
+def write_meta(folder: str, meta: Meta) -> None:
+    with open(os.path.join(folder, "meta.json"), "w", encoding="utf-8") as file:
+        json.dump(dataclasses.asdict(meta), file, indent=1)
+
+
+def read_meta(folder: str) -> Meta:
+    """Raises UserError if `folder` is not a folder of the cache."""
+    path = os.path.join(folder, "meta.json")
+    try:
+        with open(path, encoding="utf-8") as file:
+            return Meta(**json.load(file))
+    except (OSError, TypeError, ValueError) as error:
+        raise UserError(f"data cache: {path} cannot be read: delete {folder}") from error
+
+
+def save_array(folder: str, split: str, kind: str, array: np.ndarray) -> None:
+    np.save(os.path.join(folder, f"{split}-{kind}.npy"), array, allow_pickle=False)
+
+
+def new_image_file(folder: str, split: str, count: int, size: int) -> np.ndarray:
+    """A mapped, writable uint8 array [count, 3, size, size] behind {split}-images.npy."""
+    return np.lib.format.open_memmap(
+        os.path.join(folder, f"{split}-images.npy"),
+        mode="w+",
+        dtype=np.uint8,
+        shape=(count, 3, size, size),
+    )

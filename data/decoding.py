@@ -1,0 +1,116 @@
+"""Image files to pixels, threads to do it with, and the channels' mean and deviation."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import numpy as np
+from PIL import Image
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms import functional as transforms
+from tqdm import tqdm
+
+from configs.errors import UserError
+
+CHUNK = 256  # images that one thread decodes at a time
+
+Result = TypeVar("Result")
+
+
+def decode(path: str, size: int, resize: bool) -> np.ndarray:
+    """One image file as uint8 [3, size, size], in RGB.
+
+    With `resize` the shorter side is brought to `size` (bilinear, antialiased) and the centre is
+    cut out. Raises UserError for an unreadable file, or without `resize` for another size.
+    """
+    try:
+        with Image.open(path) as file:
+            _refuse_deep_pixels(file.mode, path)
+            image = file.convert("RGB")
+    except UserError:
+        raise
+    except Exception as error:  # damaged files make Pillow's decoders raise anything
+        reason = " ".join(str(error).split())
+        raise UserError(f"cannot read image {path}: {reason}") from error
+    if resize:
+        image = transforms.resize(image, [size], InterpolationMode.BILINEAR, antialias=True)
+        image = transforms.center_crop(image, [size, size])
+    elif image.size != (size, size):
+        width, height = image.size
+        raise UserError(
+            f"image {path} is {width}x{height} pixels, not {size}x{size}: "
+            "set data.image_size to bring all images to one size"
+        )
+    return np.asarray(image).transpose(2, 0, 1)
+
+
+def image_side(path: str) -> int:
+    """Pixels a side of a square image, from the file's header alone."""
+    try:
+        with Image.open(path) as file:
+            width, height = file.size
+    except Exception as error:  # as in `decode`
+        reason = " ".join(str(error).split())
+        raise UserError(f"cannot read image {path}: {reason}") from error
+    if width != height:
+        raise UserError(
+            f"image {path} is {width}x{height} pixels, not square: "
+            "set data.image_size to cut all images to one square size"
+        )
+    return width
+
+
+def in_threads(
+    work: Callable[[int, int], Result], count: int, description: str
+) -> Iterator[Result]:
+    """`work(start, stop)` over all chunks of `count` samples, on all cores, results in order.
+
+    Shows progress if stderr is a terminal. The first error cancels what has not begun.
+    """
+    starts = range(0, count, CHUNK)
+    bar = tqdm(
+        total=count, desc=description, unit="image", disable=not sys.stderr.isatty(), leave=False
+    )
+    with ThreadPoolExecutor(_cores()) as pool, bar:
+        futures = [pool.submit(work, start, min(start + CHUNK, count)) for start in starts]
+        try:
+            for start, future in zip(starts, futures):
+                yield future.result()
+                bar.update(min(CHUNK, count - start))
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def histogram(images: np.ndarray) -> np.ndarray:
+    """How often each channel has each value: uint8 [k, 3, H, W] -> int64 [3, 256]."""
+    channels = [np.bincount(images[:, c].ravel(), minlength=256) for c in range(3)]
+    return np.stack(channels).astype(np.int64)
+
+
+def mean_and_std(counts: np.ndarray) -> tuple[list[float], list[float]]:
+    """Each channel's mean and (population) standard deviation in units of 0..1, from a histogram.
+
+    Counts are whole numbers, so the result does not depend on the order of the images.
+    """
+    values = np.arange(256, dtype=np.float64) / 255
+    weights = counts / counts.sum(axis=1, keepdims=True)
+    mean = weights @ values
+    variance = (weights * (values - mean[:, None]) ** 2).sum(axis=1)
+    return mean.tolist(), np.sqrt(variance).tolist()
+
+
+def _refuse_deep_pixels(mode: str, path: str) -> None:
+    """Conversion to RGB would cut off 16- and 32-bit values instead of scaling them."""
+    if mode[0] in "IF":
+        raise UserError(f"image {path} has pixels of more than 8 bits: convert it to 8 bits")
+
+
+def _cores() -> int:
+    """Cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,261 @@
+"""From this worker's sample numbers to batches on its device.
+
+There are two ways, with results equal to the bit: `MemoryPipeline` takes pixels from memory (on a
+GPU: from the GPU's), `LoaderPipeline` reads them ahead in other processes. Both augment and
+normalise whole batches on the device.
+"""
+
+from __future__ import annotations
+
+import signal
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from configs.errors import UserError
+from data.augment import augment, augmentation_table, normalise
+from data.images import Data, ImageSet
+
+LOAD_CHUNK = 4096  # images that are copied to the device at a time
+
+
+@dataclass(frozen=True)
+class Transform:
+    """What turns uint8 pixels into a model's input.
+
+    padding, flip: as in `augmentation_table`; 0 and False leave images as they are.
+    """
+
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    device: torch.device
+    dtype: torch.dtype
+    memory_format: torch.memory_format
+    seed: int
+    padding: int
+    flip: bool
+
+    @property
+    def augments(self) -> bool:
+        return self.padding > 0 or self.flip
+
+
+class Pipeline(ABC):
+    """Batches of one image set.
+
+    sampler: each `iter(sampler)` gives one epoch's index arrays, int64 [b], one per step; b may
+    change from step to step and may be 0. Set the sampler's epoch before calling `batches`.
+    """
+
+    lookahead: int
+    """When the batch of step s is handed out, index arrays up to step s + lookahead are drawn."""
+
+    def __init__(
+        self, images: ImageSet, sampler: Iterable[np.ndarray], transform: Transform
+    ) -> None:
+        self._images = images
+        self._sampler = sampler
+        self._transform = transform
+        self._labels = torch.tensor(images.labels, device=transform.device)
+        self._mean = self._channel_values(transform.mean)
+        self._std = self._channel_values(transform.std)
+
+    def batches(self, epoch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yields (images, labels): dtype [b, 3, H, W] and int64 [b], on the device.
+
+        `epoch` selects the augmentation. Raises UserError if an image cannot be read.
+        """
+        transform = self._transform
+        table = None
+        if transform.augments:
+            table = augmentation_table(
+                len(self._images), transform.seed, epoch, transform.padding, transform.flip
+            ).to(transform.device)
+        for indices, images in self._pixels():
+            if table is not None:
+                images = augment(images, table[indices], transform.padding)
+            inputs = normalise(
+                images, self._mean, self._std, transform.dtype, transform.memory_format
+            )
+            yield inputs, self._labels[indices]
+
+    @abstractmethod
+    def _pixels(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """This epoch's (indices, uint8 images), both on the device."""
+
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._transform.device, non_blocking=True)
+
+    def _channel_values(self, values: tuple[float, float, float]) -> torch.Tensor:
+        """As a tensor that `normalise` can use without another copy to the device."""
+        dtype = torch.float64 if self._transform.dtype == torch.float64 else torch.float32
+        return torch.tensor(values, dtype=dtype, device=self._transform.device)
+
+
+class MemoryPipeline(Pipeline):
+    """Pixels from memory: a GPU holds all of them; on a CPU they stay in the mapped cache."""
+
+    lookahead = 0
+
+    def __init__(
+        self, images: ImageSet, sampler: Iterable[np.ndarray], transform: Transform
+    ) -> None:
+        super().__init__(images, sampler, transform)
+        self._resident: torch.Tensor | None = None
+        if transform.device.type != "cpu" or not images.in_memory:
+            self._resident = self._load()
+
+    def _load(self) -> torch.Tensor:
+        count, size = len(self._images), self._images.image_size
+        resident = torch.empty(
+            (count, 3, size, size), dtype=torch.uint8, device=self._transform.device
+        )
+        for start in range(0, count, LOAD_CHUNK):
+            chunk = np.arange(start, min(start + LOAD_CHUNK, count))
+            resident[start : start + len(chunk)] = torch.from_numpy(self._images.read(chunk))
+        return resident
+
+    def _pixels(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for drawn in self._sampler:
+            indices = np.array(drawn, dtype=np.int64)
+            on_device = self._to_device(indices)
+            if self._resident is None:
+                yield on_device, self._to_device(self._images.read(indices))
+            else:
+                yield on_device, self._resident[on_device]
+
+
+class LoaderPipeline(Pipeline):
+    """Pixels read ahead by `loader_workers` processes that live as long as the pipeline.
+
+    They are started in the first epoch and kept: new ones each epoch would cost start-up time and
+    file descriptors. Each uses one thread. With 0 processes this one reads.
+    start_method: of the processes; None is the platform's default.
+    """
+
+    def __init__(
+        self,
+        images: ImageSet,
+        sampler: Iterable[np.ndarray],
+        transform: Transform,
+        loader_workers: int,
+        prefetch: int,
+        start_method: str | None = None,
+    ) -> None:
+        super().__init__(images, sampler, transform)
+        self.lookahead = loader_workers * prefetch
+        several: dict[str, Any] = {}
+        if loader_workers > 0:
+            several = {
+                "persistent_workers": True,
+                "prefetch_factor": prefetch,
+                "multiprocessing_context": start_method,
+                "worker_init_fn": _ignore_interrupts,
+            }
+        self._loader = DataLoader(
+            _Reader(images),
+            batch_sampler=sampler,
+            num_workers=loader_workers,
+            collate_fn=_as_it_is,
+            pin_memory=transform.device.type == "cuda",
+            # Its own, as the loader draws a number each epoch: dropout must not notice.
+            generator=torch.Generator(),
+            **several,
+        )
+
+    def _pixels(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        batches = iter(self._loader)
+        while True:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            except RuntimeError as error:
+                if "DataLoader worker (pid" not in str(error):
+                    raise
+                reason = " ".join(str(error).split())
+                raise UserError(
+                    f"a process that reads images ahead died ({reason}): "
+                    "set data.loader_workers to 0 if memory or /dev/shm is short"
+                ) from error
+            if isinstance(batch, str):
+                raise UserError(batch)
+            indices, images = batch
+            yield self._to_device(indices), images.to(self._transform.device, non_blocking=True)
+
+
+def make_pipeline(
+    image_set: ImageSet,
+    sampler: Iterable[np.ndarray],
+    config: Any,
+    data: Data,
+    device: torch.device,
+    dtype: torch.dtype,
+    memory_format: torch.memory_format,
+    seed: int,
+    train: bool,
+    prefetch: int = 2,
+) -> Pipeline:
+    """The pipeline that `config` (the `data` section) asks for, for one of `data`'s two sets.
+
+    train: augment. prefetch: batches that each loader process reads ahead. Raises UserError if
+    data.placement is `memory` and the data do not fit in data.memory_limit_gib.
+    """
+    transform = Transform(
+        mean=data.mean,
+        std=data.std,
+        device=device,
+        dtype=dtype,
+        memory_format=memory_format,
+        seed=seed,
+        padding=config.crop_padding if train else 0,
+        flip=config.flip and train,
+    )
+    if _in_memory(config, data, image_set):
+        return MemoryPipeline(image_set, sampler, transform)
+    return LoaderPipeline(image_set, sampler, transform, config.loader_workers, prefetch)
+
+
+def _in_memory(config: Any, data: Data, image_set: ImageSet) -> bool:
+    nbytes = data.train.nbytes + data.test.nbytes
+    fits = nbytes <= config.memory_limit_gib * 2**30
+    if config.placement == "auto":
+        return fits and image_set.in_memory
+    if config.placement == "memory" and not fits:
+        raise UserError(
+            f"data.placement: memory, but the images take {nbytes / 2**30:.2f} GiB: "
+            "raise data.memory_limit_gib or set data.placement to auto"
+        )
+    return config.placement == "memory"
+
+
+class _Reader:
+    """The loader's data set: whole batches, with the index array that asked for them."""
+
+    def __init__(self, images: ImageSet) -> None:
+        self._images = images
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def __getitems__(self, drawn: np.ndarray) -> tuple[np.ndarray, torch.Tensor] | str:
+        indices = np.array(drawn, dtype=np.int64)
+        try:
+            return indices, torch.from_numpy(self._images.read(indices))
+        except UserError as error:
+            # Raised here, it would reach the user with a process's traceback in its message.
+            return str(error)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _ignore_interrupts(worker: int) -> None:
+    """Ctrl-C reaches the whole process group, but ending is for the training process to decide."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
