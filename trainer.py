@@ -99,7 +99,7 @@ class Trainer:
 
     # --- start and resume ---
 
-    def start(self, checkpoint: bytes | None) -> None:
+    def start(self, checkpoint: Mapping[str, Any] | None) -> None:
         """Rehearses, then sets the state: as built, or as the checkpoint has it."""
         rules = self.config.stragglers
         calibrates = checkpoint is None and any(rule.fraction is not None for rule in rules)
@@ -107,7 +107,7 @@ class Trainer:
         if checkpoint is None:
             self.calibrated = calibrate(rules, busy)
         else:
-            self._load(load_state(checkpoint, self.workers.device))
+            self._load(checkpoint)
         rank = self.workers.rank
         mine = {c["rule"]: c["seconds"] for c in self.calibrated if c["rank"] == rank}
         self.stragglers = Stragglers(rules, rank, self.config.seed, mine)
@@ -263,9 +263,12 @@ def train(launch: Launch, workers: Workers) -> None:
     data = open_data(config.data, config.seed, prepared)
     check_steps(config, len(data.train), workers.size)
     trainer = Trainer(config, workers, data)
-    checkpoint = workers.broadcast_bytes(folder.checkpoint_bytes()) if continued else None
+    checkpoint = None
+    if continued:
+        content = workers.broadcast_bytes(folder.checkpoint_bytes())
+        checkpoint = load_state(content, folder.path, workers.device)
     trainer.start(checkpoint)
-    folder.keep_epochs(trainer.next_epoch)
+    folder.records = workers.once(lambda: folder.keep_epochs(trainer.next_epoch))
     facts = _facts(trainer, data)
     folder.write_provenance(facts)
     console.say(headline(config, facts, folder.path))
