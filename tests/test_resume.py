@@ -189,7 +189,7 @@ def test_calibrated_delays_are_kept(tmp_path):
     assert run.provenance["calibrated_delays"] == [first]
     assert run.provenance["continued"][0]["calibrated_delays"] == [first]
     for epoch in run.epochs:
-        assert first["seconds"] <= epoch["phases"]["delay"][1] < first["seconds"] + 0.05
+        assert first["seconds"] <= epoch["phases"]["delay"][1] < first["seconds"] + 0.2
 
 
 def test_a_run_without_a_checkpoint_states_the_delays_of_its_second_start(tmp_path):
@@ -203,7 +203,7 @@ def test_a_run_without_a_checkpoint_states_the_delays_of_its_second_start(tmp_pa
     run = train(tmp_path, 2, **options)
     (told,) = run.provenance["calibrated_delays"]
     for epoch in run.epochs:
-        assert told["seconds"] <= epoch["phases"]["delay"][1] < told["seconds"] + 0.05
+        assert told["seconds"] <= epoch["phases"]["delay"][1] < told["seconds"] + 0.2
 
 
 # --- damaged files --------------------------------------------------------------------------------

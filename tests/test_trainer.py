@@ -155,6 +155,12 @@ def test_sync_sgd_with_equal_halves_follows_the_loop_by_hand(tmp_path):
     assert run.column("batch_sizes") == [[16, 16]] * 3
 
 
+def test_a_batch_too_small_for_all_workers_is_left_out_and_counted(tmp_path):
+    """99 = 3 * 32 + 3, and two workers need two samples each."""
+    (epoch,) = train(tmp_path, 2, epochs=1, data__train_samples=99, precision="fp32").epochs
+    assert (epoch["steps"], epoch["train_samples"], epoch["left_out"]) == (3, 96, 3)
+
+
 # --- how gradients are weighted -------------------------------------------------------------------
 
 
@@ -255,6 +261,35 @@ def test_evaluation_sees_running_statistics_averaged_by_samples(tmp_path):
     assert got[0]["averaged"] == pytest.approx(expected, rel=1e-6, abs=1e-7)
     assert got[0]["averaged"] == got[1]["averaged"]
     assert got[0]["averaged"] == got[0]["evaluated"] == got[1]["evaluated"]
+
+
+# --- random streams -------------------------------------------------------------------------------
+
+
+def dropout_seeds(*argv: str) -> list[int]:
+    """The seed of PyTorch's own generator in each step, those that rehearse included."""
+    import trainer
+
+    seeds, step = [], trainer.Trainer._step
+
+    def watched(*arguments: Any, **named: Any) -> None:
+        seeds.append(torch.initial_seed())
+        step(*arguments, **named)
+
+    trainer.Trainer._step = watched
+    run_trainer(*argv)
+    return seeds
+
+
+def test_dropout_has_a_stream_for_each_epoch_worker_and_run(tmp_path):
+    short = {"epochs": 2, "data__train_samples": 32, "precision": "fp32"}
+    drawn = [
+        seeds[2:]  # without the two steps that rehearse
+        for seed in ("1", "2")
+        for seeds in values(launch(tmp_path, 2, "--seed", seed, target=dropout_seeds, **short))
+    ]
+    assert [len(seeds) for seeds in drawn] == [2] * 4
+    assert len({seed for seeds in drawn for seed in seeds}) == 8
 
 
 # --- learning rate --------------------------------------------------------------------------------
