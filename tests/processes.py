@@ -1,7 +1,8 @@
 """Real worker processes for the tests, each with a hard time limit.
 
-They are forked from a server that has imported PyTorch once, so that a test with four workers
-starts in well under a second; a launcher's environment is given to them as torchrun would.
+They are forked from a server that has imported PyTorch and the trainer once, so that a test with
+four workers starts in well under a second; a launcher's environment is given to them as torchrun
+would.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 from torch.distributed import TCPStore
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torchvision", "processes"])
+_CONTEXT.set_forkserver_preload(["processes", "trainer"])
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,8 @@ def _work(
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
     os.environ.update(variables)
+    # Not the inherited method: loader processes would each wait for a server of their own.
+    multiprocessing.set_start_method("fork", force=True)
     try:
         value = target(*arguments)
         (folder / f"value-{rank}").write_text(json.dumps(value))
