@@ -22,6 +22,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeVar
 
@@ -95,7 +96,10 @@ class StepClock:
     def mark(self, name: str) -> None:
         """Notes that the part of the step called `name` (one of MARKS) is done."""
         moment = self._now()
-        if name == "ready" and len(self._marks["forward"]) < len(self._marks["data"]):
+        marked = len(self._marks["forward"]) == len(self._marks["data"])
+        if name == "forward" and marked:
+            self._marks["forward"].pop()  # the forward pass had to be repeated
+        if name == "ready" and not marked:
             self._marks["forward"].append(self._marks["data"][-1])
         self._marks[name].append(moment)
         if name == "ready":
@@ -290,6 +294,7 @@ class Balancer:
         self.before_ready: Callable[[], None] = _nothing
         self.buckets_sent = 0
         self.busy = np.full(self.workers, np.nan)
+        self.cap = int(self.partitioner.maximum[self.rank])
         self.plan_epoch(0)
 
     def plan_epoch(self, epoch: int) -> EpochPlan:
@@ -341,6 +346,23 @@ class Balancer:
         next(iterator, None)
         self.next_step = 0
 
+    def announce_cap(self, cap: int) -> None:
+        """From the next rebalance on this worker gets at most `cap` samples a step."""
+        self.cap = min(self.cap, cap)
+
+    def agree_on_caps(self) -> None:
+        """Puts all workers' announced caps in force at once; all must call it between epochs."""
+        self.partitioner.lower_caps(self._peers.gather(np.array([self.cap]))[:, 0])
+
+    @contextmanager
+    def equal_split(self) -> Iterator[None]:
+        """Within it, plans are of equal shares, and what is measured moves nothing."""
+        kept, replay = self.partitioner, self._replay
+        self.partitioner, self._replay = kept.with_equal_shares(), None
+        yield
+        self.partitioner, self._replay = kept, replay
+        self.plan_epoch(self.plan.epoch)
+
     def step_times(self) -> StepTimes:
         """The times of this epoch's steps so far."""
         self._parts.append(self.clock.take())
@@ -387,6 +409,7 @@ class Balancer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.partitioner.load_state_dict(state["partition"])
+        self.announce_cap(int(self.partitioner.maximum[self.rank]))
         plan = self.plan_epoch(state["epoch"])
         for step, sizes in state["changes"]:
             plan.batch_sizes[step:] = sizes
@@ -409,10 +432,9 @@ class Balancer:
         self._parts.append(taken)
         clean = self.plan.clean_steps(first, self.next_step)
         mine = typical(taken.busy[clean - first])
-        rows = self._peers.gather(np.array([*mine, self.partitioner.maximum[self.rank]]))
-        self.busy, errors = rows[:, 0], rows[:, 1]
-        for rank, cap in enumerate(rows[:, 2]):
-            self.partitioner.lower_cap(rank, int(cap))
+        rows = self._peers.gather(np.array([*mine, self.cap]))
+        self.busy, errors, caps = rows.T
+        self.partitioner.lower_caps(caps)
         self.partitioner.rebalance(self.plan.batch_sizes[clean[0]], self.busy, errors)
         self._replan(self.next_step + ahead)
 

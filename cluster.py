@@ -82,8 +82,8 @@ class Workers:
         """Rank 0's bytes (or None) on every worker."""
         length = torch.tensor([-1 if content is None else len(content)])
         dist.broadcast(length, src=0, group=self.control)
-        if length.item() < 0:
-            return None
+        if length.item() <= 0:
+            return None if length.item() < 0 else b""
         buffer = torch.empty(int(length), dtype=torch.uint8)
         if self.is_first:
             buffer = torch.frombuffer(bytearray(content), dtype=torch.uint8)
@@ -254,6 +254,7 @@ def _user_set_threads() -> bool:
         return "OMP_NUM_THREADS" in os.environ
     try:
         with open(f"/proc/{os.getppid()}/environ", "rb") as launcher:
-            return b"OMP_NUM_THREADS=" in launcher.read()
+            variables = launcher.read().split(b"\0")
     except OSError:
         return False
+    return any(variable.startswith(b"OMP_NUM_THREADS=") for variable in variables)

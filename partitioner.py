@@ -279,8 +279,8 @@ class Partitioner:
         batch_size: int,
         policy: str = "proportional",
         shares: Sequence[float] | None = None,
-        min_batch: int | Sequence[int] = 1,
-        max_batch: int | Sequence[int] | None = None,
+        min_batch: float | Sequence[float] = 1,
+        max_batch: float | Sequence[float] | None = None,
         min_gain: float = 0.01,
     ) -> None:
         if policy not in POLICIES:
@@ -324,9 +324,21 @@ class Partitioner:
             self._move_to_optimum()
         return bool((before != self.batch_sizes).any())
 
-    def lower_cap(self, rank: int, cap: int) -> None:
-        """From the next rebalance on, `rank` gets at most `cap` samples (it ran out of memory)."""
-        self.maximum[rank] = min(self.maximum[rank], cap)
+    def lower_caps(self, caps: Sequence[float]) -> None:
+        """Gives each worker at most caps[rank] samples from now on (memory ran out)."""
+        self.maximum = np.minimum(self.maximum, caps)
+        if (self.batch_sizes > self.maximum).any():
+            self.batch_sizes = self._round(self.batch_size)
+
+    def with_equal_shares(self) -> Partitioner:
+        """Another one of the same workers and bounds, with the policy `equal`."""
+        return Partitioner(
+            self.workers,
+            self.batch_size,
+            "equal",
+            min_batch=self.minimum.tolist(),
+            max_batch=self.maximum.tolist(),
+        )
 
     def optimum(self) -> Optimum | None:
         """The best plan for a full global batch; None while the time model is unknown."""
@@ -365,9 +377,8 @@ class Partitioner:
     def _move_to_optimum(self) -> None:
         a, d = self.time_model.fit()
         best = optimum(a, d, self.batch_size, self.minimum, self.maximum)
-        allowed = (self.batch_sizes <= self.maximum).all()
         present = float((a * self.batch_sizes + d).max())
-        if allowed and present * (1.0 - self.min_gain) <= best.seconds:
+        if present * (1.0 - self.min_gain) <= best.seconds:
             return
         self.batch_sizes = best.batch_sizes
         self.shares = best.batch_sizes / self.batch_size
@@ -414,7 +425,7 @@ def better_without(
     return LeftOut(gone, seconds) if gone else None
 
 
-def _bound(value: int | Sequence[int], workers: int, what: str) -> np.ndarray:
+def _bound(value: float | Sequence[float], workers: int, what: str) -> np.ndarray:
     array = np.asarray(value, dtype=np.float64)
     if array.ndim and array.shape != (workers,):
         raise PlanError(f"{workers} workers need one {what} or {workers}, not {array.size}")

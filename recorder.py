@@ -26,6 +26,7 @@ import yaml
 
 from balancer import EpochPlan
 from configs.errors import UserError
+from configs.files import read_mapping
 from configs.schema import Config, differences, from_mapping, to_mapping
 from partitioner import Optimum, TimeModel
 
@@ -108,9 +109,17 @@ class RunFolder:
         path = self.path / CHECKPOINT
         return path.read_bytes() if path.exists() else None
 
-    def keep_epochs(self, count: int) -> None:
-        """Cuts the records back to the first `count` epochs, those the checkpoint stands for."""
+    def keep_epochs(self, count: int) -> list[Mapping[str, Any]]:
+        """Cuts the records back to the first `count` epochs, those the checkpoint stands for.
+
+        Returns them. Raises UserError where they are not all there.
+        """
         self.records = [line for line in _epoch_lines(self.path) if line["epoch"] < count]
+        if [line["epoch"] for line in self.records] != list(range(count)):
+            raise UserError(
+                f"{self.path / EPOCHS} lacks some of the {count} epochs that {CHECKPOINT} stands "
+                "for: put it back, or --overwrite to start again"
+            )
         text = "".join(json.dumps(line) + "\n" for line in self.records)
         _write(self.path / EPOCHS, lambda file: file.write(text.encode()))
         if count:
@@ -118,6 +127,7 @@ class RunFolder:
             kept = steps["epoch"] < count
             self._steps = [{name: array[kept] for name, array in steps.items()}]
             self._write_steps()
+        return self.records
 
     def finish(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Writes final.pt, a plain state_dict, and drops the checkpoint: the run is done."""
@@ -134,7 +144,7 @@ class RunFolder:
                 f"{self.path} holds an unfinished run: --resume auto continues it, "
                 "--overwrite starts it again"
             )
-        earlier = from_mapping(_read_yaml(self.path / CONFIG), where=str(self.path / CONFIG))
+        earlier = from_mapping(read_mapping(self.path / CONFIG), where=str(self.path / CONFIG))
         changed = [key for key in differences(earlier, config) if key not in MAY_DIFFER]
         if changed:
             raise UserError(
@@ -142,7 +152,8 @@ class RunFolder:
                 "set it back, choose another --output, or --overwrite"
             )
         self._check_workers(workers)
-        return True
+        # Without a checkpoint nothing of the earlier start is used, not even its calibration.
+        return (self.path / CHECKPOINT).exists()
 
     def _check_workers(self, workers: int) -> None:
         path = self.path / PROVENANCE
@@ -177,16 +188,21 @@ class NoFolder:
     def checkpoint_bytes(self) -> bytes | None:
         return None
 
-    def keep_epochs(self, count: int) -> None:
-        pass
-
     def finish(self, weights: Mapping[str, torch.Tensor]) -> None:
         pass
 
 
-def load_state(content: bytes, device: torch.device) -> dict[str, Any]:
-    """A checkpoint's state on `device`."""
-    return torch.load(io.BytesIO(content), map_location=device, weights_only=True)
+def load_state(content: bytes, folder: Path, device: torch.device) -> dict[str, Any]:
+    """The state on `device` in the checkpoint file of `folder`, of which `content` was read.
+
+    Raises UserError that names the file if it is damaged.
+    """
+    try:
+        return torch.load(io.BytesIO(content), map_location=device, weights_only=True)
+    except Exception as error:  # damaged files make the unpickler raise anything
+        raise UserError(
+            f"{folder / CHECKPOINT} is damaged: put it back, or --overwrite to start again"
+        ) from error
 
 
 def provenance(repository: Path) -> dict[str, Any]:
@@ -317,7 +333,7 @@ def read_run(path: Path | str) -> Run:
     epochs = _epoch_lines(path)
     if not epochs:
         raise UserError(f"{path / EPOCHS} has no epoch yet")
-    config, facts = _read_yaml(path / CONFIG), _read_json(path / PROVENANCE)
+    config, facts = read_mapping(path / CONFIG), _read_json(path / PROVENANCE)
     return Run(path, config, facts, epochs, _read_steps(path))
 
 
@@ -355,16 +371,6 @@ def _read_steps(path: Path) -> dict[str, np.ndarray]:
         raise UserError(f"{file} cannot be read: {_one_line(error)}") from error
     except Exception as error:  # zipfile and zlib raise types of their own for damaged files
         raise UserError(f"{file} is damaged: {_one_line(error)}") from error
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        value = yaml.safe_load(_text(path))
-    except yaml.YAMLError as error:
-        raise UserError(f"{path} is not YAML: {_one_line(error)}") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path} is not a mapping of keys")
-    return value
 
 
 def _read_json(path: Path) -> dict[str, Any]:
