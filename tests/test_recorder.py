@@ -1,0 +1,307 @@
+"""Reading records that may be damaged, and writing them so that they never are by halves."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fake_runs import write_run
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from processes import run_workers
+from training import short_config
+
+from configs.errors import UserError
+from configs.schema import from_mapping, resolve
+from recorder import RunFolder, find_runs, load_state, read_run
+
+FILES = ("config.yaml", "provenance.json", "epochs.jsonl", "steps.npz")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plausible run of 3 epochs; to be read or copied."""
+    return write_run(tmp_path_factory.mktemp("whole"), epochs=3, steps=5)
+
+
+@pytest.fixture
+def run(whole: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / "run"))
+
+
+def refusal(path: Path, name: str) -> str:
+    """The message with which read_run refuses: one line that names the file."""
+    with pytest.raises(UserError) as raised:
+        read_run(path)
+    message = str(raised.value)
+    assert message.isprintable() and str(path / name) in message, message
+    return message
+
+
+# --- reading a run --------------------------------------------------------------------------------
+
+
+def test_a_whole_run_is_read(whole):
+    run = read_run(str(whole))
+    assert run.path == whole and run.config["name"] == "lenet-low"
+    assert run.provenance["world_size"] == 2
+    assert [epoch["epoch"] for epoch in run.epochs] == [0, 1, 2]
+    assert {name: array.shape for name, array in run.steps.items()} == {
+        "epoch": (15,), "step": (15,), "batch_sizes": (15, 2), "busy": (15, 2), "wait": (15, 2)
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_file_is_named(run, name):
+    (run / name).unlink()
+    refusal(run, name)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_folder_in_a_file_s_place_is_named(run, name):
+    (run / name).unlink()
+    (run / name).mkdir()
+    refusal(run, name)
+
+
+def test_a_last_line_that_is_still_being_written_is_left_out(run):
+    lines = (run / "epochs.jsonl").read_text()
+    for cut in (1, 2, 40):
+        (run / "epochs.jsonl").write_text(lines[:-cut])
+        assert [epoch["epoch"] for epoch in read_run(run).epochs] == [0, 1]
+
+
+def test_a_run_whose_first_epoch_is_still_being_written_is_refused(run):
+    (run / "epochs.jsonl").write_text('{"epoch": 0, "train_loss": 2.')
+    assert "no epoch yet" in refusal(run, "epochs.jsonl")
+
+
+@pytest.mark.parametrize(
+    "line", ['{"epoch": 1, "train_lo', "[1, 2]", "", '{"train_loss": 1}', '{"epoch": "1"}', "\x00"]
+)
+def test_a_damaged_line_in_the_middle_is_named_by_its_number(run, line):
+    lines = (run / "epochs.jsonl").read_text().splitlines()
+    (run / "epochs.jsonl").write_text("\n".join([lines[0], line, lines[2], ""]))
+    assert "line 2" in refusal(run, "epochs.jsonl")
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        ("provenance.json", "{'single': 'quotes'}"),
+        ("provenance.json", "[]"),
+        ("provenance.json", "[" * 100_000),
+        ("config.yaml", "a: [1"),
+        ("config.yaml", "- a\n- b"),
+        ("config.yaml", "when: 2024-13-45"),
+        ("config.yaml", "a: !!python/object/apply:os.system [ls]"),
+        ("config.yaml", "a: !!int b"),
+        ("config.yaml", "a: &a [*a]\n? *a\n: 1"),
+    ],
+)
+def test_text_of_another_kind_is_named(run, name, text):
+    (run / name).write_text(text)
+    refusal(run, name)
+
+
+def test_step_arrays_that_are_damaged_or_not_all_there_are_named(run):
+    file = run / "steps.npz"
+    content, arrays = file.read_bytes(), dict(np.load(file))
+    for damaged in (content[:-30], content[: len(content) // 2], b"PK\3\4"):
+        file.write_bytes(damaged)
+        refusal(run, "steps.npz")
+    middle = len(content) // 2
+    file.write_bytes(content[:middle] + b"\xff" * 40 + content[middle + 40 :])
+    refusal(run, "steps.npz")
+    np.savez(file, **{name: array for name, array in arrays.items() if name != "wait"})
+    assert "wait" in refusal(run, "steps.npz")
+    with open(file, "wb") as single:
+        np.save(single, arrays["busy"])
+    refusal(run, "steps.npz")
+
+
+class Bomb:
+    """Something that does harm when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (os.environ["BOMB"],)
+
+
+@pytest.fixture
+def bomb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("BOMB", str(tmp_path / "exploded"))
+    return tmp_path / "exploded"
+
+
+def test_objects_in_step_arrays_are_never_unpickled(run, bomb):
+    arrays = dict(np.load(run / "steps.npz"))
+    arrays["busy"] = np.array([Bomb()], dtype=object)
+    np.savez(run / "steps.npz", **arrays)
+    refusal(run, "steps.npz")
+    assert not bomb.exists()
+
+
+def test_objects_in_a_checkpoint_are_never_unpickled(tmp_path, bomb):
+    torch.save({"next_epoch": 1, "model": Bomb()}, tmp_path / "checkpoint.pt")
+    with pytest.raises(UserError, match="checkpoint.pt is damaged") as raised:
+        load_state((tmp_path / "checkpoint.pt").read_bytes(), tmp_path, torch.device("cpu"))
+    assert str(raised.value).isprintable() and not bomb.exists()
+
+
+@given(name=st.sampled_from(FILES), content=st.binary(max_size=60))
+@example("config.yaml", b"2024-13-45: 1")
+@example("config.yaml", b"{? {} : 1}")
+@example("config.yaml", b"a: 1e999999\nb: 0x")
+@example("config.yaml", b"? 0b\n: 1")
+@example("epochs.jsonl", b'{"epoch": 1e999}\n')
+@example("provenance.json", b'{"a": ' + b"9" * 5000 + b"}")
+@settings(max_examples=150, deadline=None)
+def test_arbitrary_bytes_raise_nothing_but_a_line_for_the_user(whole, name, content):
+    damaged = whole.parent / "damaged"
+    shutil.copytree(whole, damaged, dirs_exist_ok=True)
+    (damaged / name).write_bytes(content)
+    check_read_or_refused(damaged, name)
+
+
+@given(st.sampled_from(FILES), st.floats(0, 1), st.binary(min_size=1, max_size=8), st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_damage_anywhere_raises_nothing_but_a_line_for_the_user(whole, name, place, noise, cut):
+    damaged = whole.parent / "damaged"
+    shutil.copytree(whole, damaged, dirs_exist_ok=True)
+    content = (whole / name).read_bytes()
+    at = int(place * len(content))
+    rest = b"" if cut else content[at + len(noise) :]
+    (damaged / name).write_bytes(content[:at] + noise + rest)
+    check_read_or_refused(damaged, name)
+
+
+def check_read_or_refused(path: Path, name: str) -> None:
+    try:
+        read_run(path)
+    except UserError as error:
+        assert str(error).isprintable() and str(path / name) in str(error)
+
+
+# --- finding runs ---------------------------------------------------------------------------------
+
+
+def test_runs_are_found_at_and_beneath_the_paths_given(tmp_path):
+    first = write_run(tmp_path, epochs=1, steps=1)
+    second = write_run(tmp_path, "other+epochs=1", epochs=1, steps=1, algorithm="dp-sgd")
+    (tmp_path / "lenet-low" / "edp-sgd" / "seed-7").mkdir()
+    empty = tmp_path / "lenet-low" / "edp-sgd" / "seed-8"
+    empty.mkdir()
+    (empty / "epochs.jsonl").touch()
+    assert find_runs([tmp_path]) == sorted([first, second])
+    assert find_runs([str(second), first, tmp_path]) == sorted([first, second])
+    assert find_runs([tmp_path / "other+epochs=1"]) == [second]
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_paths_without_runs_are_named(tmp_path, made):
+    path = tmp_path / "runs"
+    if made:
+        path.mkdir()
+    with pytest.raises(UserError) as raised:
+        find_runs([path])
+    assert str(path) in str(raised.value) and str(raised.value).isprintable()
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+def opened(path: Path) -> RunFolder:
+    folder = RunFolder(path)
+    assert folder.open(resolve(from_mapping(short_config())), 1, "auto", overwrite=False) is False
+    folder.keep_epochs(0)
+    return folder
+
+
+def one_epoch(number: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    steps = {"epoch": np.full(2, number), "step": np.arange(2), "batch_sizes": np.ones((2, 1)),
+             "busy": np.ones((2, 1)), "wait": np.zeros((2, 1))}  # fmt: skip
+    return {"epoch": number, "text": "ü"}, steps
+
+
+def names(path: Path) -> set[str]:
+    return {file.name for file in path.iterdir()}
+
+
+def test_nothing_temporary_is_left(tmp_path):
+    folder = opened(tmp_path / "run")
+    folder.write_provenance({"world_size": 1})
+    for number in range(2):
+        folder.append_epoch(*one_epoch(number))
+        folder.save_checkpoint({"next_epoch": number + 1})
+    assert names(folder.path) == {*FILES, "checkpoint.pt"}
+    folder.finish({"weight": torch.ones(2)})
+    assert names(folder.path) == {*FILES, "final.pt"}
+    run = read_run(folder.path)
+    assert run.epochs == [{"epoch": 0, "text": "ü"}, {"epoch": 1, "text": "ü"}]
+    assert run.steps["epoch"].tolist() == [0, 0, 1, 1]
+
+
+def die_while_writing(path: str, method: str) -> None:
+    """Writes one epoch, and is killed in the middle of the next one's `method`."""
+    import recorder
+
+    folder = opened(Path(path))
+    folder.write_provenance({"world_size": 1})
+    folder.append_epoch(*one_epoch(0))
+    folder.save_checkpoint({"next_epoch": 1})
+
+    def half(place: Any, *arguments: Any, **named: Any) -> None:
+        place.write(b"half of it")
+        place.flush()
+        os._exit(9)
+
+    if method == "append_epoch":
+        recorder.np.savez = half
+        folder.append_epoch(*one_epoch(1))
+    recorder.torch.save = lambda state, file: half(file)
+    getattr(folder, method)({"next_epoch": 2})
+
+
+@pytest.mark.parametrize("method", ["append_epoch", "save_checkpoint", "finish"])
+def test_a_writer_that_is_killed_leaves_the_old_files_whole(tmp_path, method):
+    path = tmp_path / "run"
+    (outcome,) = run_workers(tmp_path, 1, die_while_writing, str(path), method)
+    assert outcome.code == 9, outcome.output
+    assert not (path / "final.pt").exists()
+    run = read_run(path)
+    assert run.steps["epoch"].tolist() == [0, 0] and run.epochs[0]["epoch"] == 0
+    state = load_state((path / "checkpoint.pt").read_bytes(), path, torch.device("cpu"))
+    assert state == {"next_epoch": 1}
+    # Whoever goes on sees one epoch, and replaces what was left.
+    folder = RunFolder(path)
+    assert folder.open(resolve(from_mapping(short_config())), 1, "auto", overwrite=False)
+    assert folder.keep_epochs(1) == [{"epoch": 0, "text": "ü"}]
+    folder.append_epoch(*one_epoch(1))
+    folder.save_checkpoint({"next_epoch": 2})
+    folder.finish({"weight": torch.ones(2)})
+    assert names(path) == {*FILES, "final.pt"}
+    assert read_run(path).steps["epoch"].tolist() == [0, 0, 1, 1]
+
+
+def test_a_continued_run_keeps_what_its_first_start_said(tmp_path):
+    folder = opened(tmp_path / "run")
+    folder.write_provenance({"started": "first", "threads": 1})
+    folder.write_provenance({"started": "second", "threads": 2})
+    folder.write_provenance({"started": "third", "threads": 3})
+    facts = json.loads((folder.path / "provenance.json").read_text())
+    assert (facts["started"], facts["threads"]) == ("first", 1)
+    assert [later["started"] for later in facts["continued"]] == ["second", "third"]
+
+
+def test_records_with_a_gap_are_not_continued(tmp_path):
+    folder = opened(tmp_path / "run")
+    for number in (0, 2):
+        folder.append_epoch(*one_epoch(number))
+    with pytest.raises(UserError, match="epochs.jsonl lacks some of the 3 epochs"):
+        RunFolder(folder.path).keep_epochs(3)
