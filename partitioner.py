@@ -152,11 +152,11 @@ class TimeModel:
 
     Written with the elasticity e = a b / t at the mean measured batch size, t / t_mean - 1 =
     e (b / b_mean - 1): e is 1 without a fixed cost and 0 if nothing but the fixed cost counts.
-    Weighted least squares for e is pulled towards the elasticity that all workers' measurements give together
-    (a normal prior; the posterior mean): where a worker's batch sizes have hardly differed, the
-    noise in its times would otherwise give any slope at all. Older measurements count less and
-    less. A worker whose newest time is far from what its earlier ones predict has changed its
-    speed: its earlier measurements are dropped.
+    Weighted least squares for e is pulled towards the elasticity that all workers' measurements
+    give together (a normal prior; the posterior mean): where a worker's batch sizes have hardly
+    differed, the noise in its times would otherwise give any slope at all. Older measurements count
+    less and less. A worker whose newest time is far from what its earlier ones predict has changed
+    its speed: its earlier measurements are dropped.
     """
 
     FORGETTING = 0.95  # weight of a measurement against the one after it

@@ -15,7 +15,7 @@ import copy
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record as report_to_launcher
 from torch.nn.functional import cross_entropy
 
-from balancer import EXCHANGES, Balancer, StepClock, StepTimes, average_buffers, typical
+from balancer import average_buffers, typical
 from cluster import Workers, join
 from configs.command_line import Launch, parse, run_folder
 from configs.errors import UserError
@@ -35,18 +35,30 @@ from configs.schema import Config, check_workers
 from console import Console, epoch_line, headline, summary
 from data.pipeline import make_pipeline
 from data.sources import Data, open_data, prepare
+from exchange import EXCHANGES
 from metrics import Clocks, Metrics
 from partitioner import PlanError
 from preview import preview
-from recorder import PHASES, NoFolder, RunFolder, epoch_record, load_state, provenance, step_arrays
+from recorder import (
+    PHASES,
+    NoFolder,
+    RunFolder,
+    batch_sizes_by_epoch,
+    epoch_record,
+    load_state,
+    provenance,
+    remember_cap,
+    remembered_cap,
+    step_arrays,
+)
 from schedule import learning_rate
 from stragglers import Stragglers, calibrate
 from workload import (
     DTYPES,
     MEMORY_FORMATS,
+    build_balancer,
     build_module,
     build_optimizer,
-    build_partitioner,
     check_steps,
     count_parameters,
     gradient_bytes,
@@ -61,8 +73,6 @@ CALIBRATION_STEPS = 10
 # Names the random stream of dropout, apart from every other consumer of the same seed.
 _DROPOUT_STREAM = 0xD809
 
-Batch = tuple[Tensor, Tensor]
-
 
 class Trainer:
     """One worker's part of a run: its model, its data, and the state that a checkpoint holds."""
@@ -72,12 +82,15 @@ class Trainer:
         config: Config,
         workers: Workers,
         data: Data,
+        remember_cap: Callable[[int], None],
         replay: Mapping[int, np.ndarray] | None = None,
     ) -> None:
         self.config, self.workers, self.clocks = config, workers, Clocks()
         self.balancer = build_balancer(config, len(data.train), workers, workers.device, replay)
         self.module = build_module(config, len(data.classes), data.image_size).to(workers.device)
-        self.exchange = EXCHANGES[config.exchange](self.module, self.balancer)
+        self.exchange = EXCHANGES[config.exchange](
+            self.module, self.balancer, self._forward, remember_cap
+        )
         self.optimizer = build_optimizer(config, self.module)
         pipeline = partial(
             make_pipeline,
@@ -96,8 +109,11 @@ class Trainer:
 
     # --- start and resume ---
 
-    def start(self, checkpoint: Mapping[str, Any] | None) -> None:
-        """Rehearses, then sets the state: as built, or as the checkpoint has it."""
+    def start(self, checkpoint: Mapping[str, Any] | None, cap: int | None) -> None:
+        """Rehearses, then sets the state: as built, or as the checkpoint has it.
+
+        cap: the most samples a step that this worker is known to have memory for.
+        """
         rules = self.config.stragglers
         calibrates = checkpoint is None and any(rule.fraction is not None for rule in rules)
         busy = self._rehearse(CALIBRATION_STEPS if calibrates else 0)
@@ -105,6 +121,9 @@ class Trainer:
             self.calibrated = calibrate(rules, busy)
         else:
             self._load(checkpoint)
+        if cap is not None:
+            self.balancer.announce_cap(cap)
+        self.balancer.agree_on_caps()
         rank = self.workers.rank
         mine = {c["rule"]: c["seconds"] for c in self.calibrated if c["rank"] == rank}
         self.stragglers = Stragglers(rules, rank, self.config.seed, mine)
@@ -136,12 +155,12 @@ class Trainer:
         self.module.train()
         busy = []
         with self.balancer.equal_split():
-            while left > 0:
-                # An epoch with fewer steps is gone through again.
-                batches = self.train_batches.batches(0)
-                for images, labels in islice(self.balancer.steps(batches, 0, 0), left):
+            while left > 0:  # an epoch with fewer steps is gone through again
+                steps = self.balancer.steps(self.train_batches.batches(0), 0, lookahead=0)
+                for images, labels in islice(steps, left):
                     self._step(images, labels, scrap)
                     left -= 1
+                steps.close()
                 busy.append(self.balancer.step_times().busy)
         self.module.load_state_dict(built)
         self.optimizer = build_optimizer(self.config, self.module)
@@ -193,34 +212,10 @@ class Trainer:
         return metrics
 
     def _step(self, images: Tensor, labels: Tensor, metrics: Metrics) -> None:
-        """Forward, backward with the weighted exchange, optimizer."""
-        parts = self._fitting_parts(len(images))
-        while not self._accumulate(images, labels, metrics, parts):
-            parts = min(2 * parts, len(images))
+        outputs, loss = self.exchange.learn(images, labels)
         self.optimizer.step()
         self.optimizer.zero_grad()
-
-    def _accumulate(self, images: Tensor, labels: Tensor, metrics: Metrics, parts: int) -> bool:
-        """The gradient of this worker's mean loss, from `parts` micro-batches, exchanged.
-
-        False where the device's memory does not hold it and nothing has been sent yet.
-        """
-        try:
-            pieces = list(zip(images.chunk(parts), labels.chunk(parts)))
-            results = []
-            for number, (some, their_labels) in enumerate(pieces, 1):
-                with self.exchange.sending(number == len(pieces)):
-                    outputs, loss = self._forward(self.exchange.model, some, their_labels)
-                    results.append((outputs.detach(), their_labels, loss.detach()))
-                    self.balancer.clock.mark("forward")
-                    (loss * (len(some) / len(images))).backward()
-            self.exchange.finish()
-        except torch.OutOfMemoryError:
-            self._lower_cap(len(images), parts)
-            return False
-        for result in results:
-            metrics.add(*result)
-        return True
+        metrics.add(outputs, labels, loss)
 
     @torch.no_grad()
     def _evaluate(self, epoch: int) -> dict[str, float | int]:
@@ -265,12 +260,13 @@ def train(launch: Launch, workers: Workers) -> None:
     prepared = workers.once_per_node(partial(prepare, config.data))
     data = open_data(config.data, config.seed, prepared)
     check_steps(config, len(data.train), workers.size)
-    trainer = Trainer(config, workers, data)
+    remember = partial(remember_cap, folder.path, workers.rank)
+    trainer = Trainer(config, workers, data, remember, _replay(config, workers))
     checkpoint = None
     if continued:
         content = workers.broadcast_bytes(folder.checkpoint_bytes())
         checkpoint = load_state(content, folder.path, workers.device)
-    trainer.start(checkpoint)
+    trainer.start(checkpoint, remembered_cap(folder.path, workers.rank) if continued else None)
     folder.records = workers.once(lambda: folder.keep_epochs(trainer.next_epoch))
     facts = _facts(trainer, data)
     folder.write_provenance(facts)
@@ -294,6 +290,15 @@ def _open_folder(launch: Launch, workers: Workers) -> tuple[RunFolder | NoFolder
         lambda: folder.open(config, workers.size, launch.resume, launch.overwrite)
     )
     return folder, continued
+
+
+def _replay(config: Config, workers: Workers) -> dict[int, np.ndarray] | None:
+    """By epoch, the batch sizes [steps, n] of the run that partition.replay names."""
+    path = config.partition.replay
+    if path is None:
+        return None
+    recorded = workers.once(lambda: batch_sizes_by_epoch(path))
+    return {epoch: np.array(sizes) for epoch, sizes in enumerate(recorded)}
 
 
 def _facts(trainer: Trainer, data: Data) -> dict[str, Any]:
