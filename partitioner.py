@@ -248,11 +248,12 @@ class TimeModel:
             return np.zeros(self._workers, dtype=bool)
         size, time, total = self._means()
         elasticity, variance = self._elasticity(size, time)
-        x = sizes / size - 1.0
-        expected = time * (1.0 + elasticity * x)
-        deviation = np.sqrt(relative**2 + 1.0 / total + variance * x**2)
-        off = np.abs(times / expected - 1.0)
-        return off > np.maximum(self.CHANGE, self.SIGMAS * deviation)
+        margin = self.SIGMAS * np.sqrt(variance)
+        possible = np.clip([elasticity - margin, elasticity + margin], 0.0, 1.0)
+        expected = time * (1.0 + possible * (sizes / size - 1.0))
+        tolerance = np.maximum(self.CHANGE, self.SIGMAS * np.sqrt(relative**2 + 1.0 / total))
+        too_fast = times < expected.min(0) * (1.0 - tolerance)
+        return too_fast | (times > expected.max(0) * (1.0 + tolerance))
 
 
 @dataclass(frozen=True)

@@ -290,7 +290,11 @@ def epoch_record(
         "better_without": None
         if left_out is None
         else {"ranks": list(left_out.ranks), "seconds": left_out.seconds},
-        "changes": [{"step": step, "batch_sizes": split} for step, split in plan.changes()],
+        "changes": [
+            {"step": step, "batch_sizes": split}
+            for step, split in plan.changes()
+            if sum(split) == sizes.sum()  # not a short last batch
+        ],
     }
 
 
