@@ -1,10 +1,18 @@
 """What a training script needs to be balanced: batches by share, weighted gradients, busy times.
 
-A `Balancer` plans each epoch and gives every worker its own part of each global batch. An exchange
-(`DdpExchange`, `FlatExchange`) sums the workers' gradients with explicit weights, so that unequal
-batch sizes give the gradient that was asked for. A `StepClock` notes, without stopping the device,
-when each part of a step was done; the busy time of a step runs from the end of the previous
-all-reduce to the moment the worker's own last gradient bucket is ready.
+In any DistributedDataParallel script:
+
+    balancer = Balancer(len(dataset), batch_size=256)           # all workers' samples of a step
+    loader = DataLoader(dataset, batch_sampler=balancer.sampler)
+    model = DistributedDataParallel(model, broadcast_buffers=False)
+    balancer.attach(model)                                      # weights the gradients by share
+    for epoch in range(epochs):
+        for inputs, labels in balancer.steps(loader, epoch):    # measures, and moves the shares
+            …                                                   # forward, backward, step as ever
+
+The busy time of a step, which is what gets balanced, runs from the end of the previous all-reduce
+to the moment the worker's own last gradient bucket is ready: fetching data, forward and backward
+pass and the optimizer, but not waiting for others.
 
 Uses partitioner.py and nothing else of this project.
 """
@@ -13,8 +21,10 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -22,13 +32,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
-from torch.utils.data import Sampler
+from torch.utils.data import DataLoader, Sampler
 
-from partitioner import Partitioner, epoch_order, global_batches, part
+from partitioner import Partitioner, PlanError, epoch_order, global_batches, part
+
+Batch = TypeVar("Batch")
 
 GRADIENT_WEIGHTS = ("uniform", "share", "share-over-n")
 
-# Steps at the start of an epoch that say little of the rest: kernels are selected, caches are cold.
+# Steps at the start of an epoch or segment that say little of the rest: kernels are selected for
+# new batch sizes, caches are cold.
 WARM_UP_STEPS = 3
 # Of the sorted busy times this part is left out at either end, so that single spikes do not count.
 TRIM = 0.1
@@ -41,9 +54,10 @@ TRIM = 0.1
 class StepTimes:
     """Seconds of each step of one worker, float64 [steps] each.
 
-    data: fetching and augmenting; forward: forward pass and loss; backward: until the last bucket
-    is ready, without the delay; delay: injected; wait: for the others, and the all-reduce; step:
-    optimizer; busy: previous step's optimizer + data + forward + backward + delay.
+    data: fetching and augmenting; forward: forward pass and loss (0 where it is not marked, then it
+    counts as backward); backward: until the last bucket is ready, without the delay; delay:
+    injected; wait: for the others, and the all-reduce; step: optimizer; busy: previous step's
+    optimizer + data + forward + backward + delay.
     """
 
     data: np.ndarray
@@ -54,9 +68,16 @@ class StepTimes:
     step: np.ndarray
     busy: np.ndarray
 
+    @classmethod
+    def joined(cls, parts: Sequence[StepTimes]) -> StepTimes:
+        """One series after the other."""
+        return cls(
+            **{f.name: np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(cls)}
+        )
+
 
 class StepClock:
-    """Marks the moments of a step: on CUDA as events that are read only when the epoch is over."""
+    """Marks the moments of a step: on CUDA as events, read only when a series of steps is over."""
 
     MARKS = ("data", "forward", "ready", "exchanged", "step")
 
@@ -66,7 +87,8 @@ class StepClock:
 
     def begin(self) -> None:
         """Starts a new series of steps and forgets the last one."""
-        self._start = self._last_exchange = self._now()
+        self._before = self._last_exchange = self._now()
+        self._before_step = 0.0
         self._marks: dict[str, list] = {name: [] for name in self.MARKS}
         self._delays: list[float] = []
         self._delay = 0.0
@@ -74,11 +96,17 @@ class StepClock:
     def mark(self, name: str) -> None:
         """Notes that the part of the step called `name` (one of MARKS) is done."""
         moment = self._now()
+        marked = len(self._marks["forward"]) == len(self._marks["data"])
+        if name == "forward" and marked:
+            self._marks["forward"].pop()  # the forward pass had to be repeated
+        if name == "ready" and not marked:
+            self._marks["forward"].append(self._marks["data"][-1])
         self._marks[name].append(moment)
-        if name == "exchanged":
-            self._last_exchange = moment
+        if name == "ready":
             self._delays.append(self._delay)
             self._delay = 0.0
+        if name == "exchanged":
+            self._last_exchange = moment
 
     def busy_so_far(self) -> float:
         """Seconds of work since the last all-reduce was done; waits for the device to get there."""
@@ -96,17 +124,22 @@ class StepClock:
         time.sleep(seconds)
         self._delay += time.perf_counter() - start
 
-    def read(self) -> StepTimes:
-        """The times of all steps since `begin`; waits for the device once."""
+    def take(self) -> StepTimes:
+        """The times of all whole steps since `begin` or the last `take`; waits for the device."""
         if self._cuda:
             torch.cuda.synchronize()
-        before, lengths = self._start, []
-        for moments in zip(*(self._marks[name] for name in self.MARKS)):
-            lengths.append([self._seconds(a, b) for a, b in zip((before, *moments), moments)])
-            before = moments[-1]
-        data, forward, ready, wait, step = np.array(lengths).reshape(-1, len(self.MARKS)).T
-        delay = np.array(self._delays[: len(data)])
-        previous_step = np.concatenate([[0.0], step[:-1]])[: len(data)]
+        steps = min(len(moments) for moments in self._marks.values())
+        lengths = np.zeros((steps, len(self.MARKS)))
+        for number in range(steps):
+            for column, name in enumerate(self.MARKS):
+                moment = self._marks[name][number]
+                lengths[number, column] = self._seconds(self._before, moment)
+                self._before = moment
+        data, forward, ready, wait, step = lengths.T
+        delay, self._delays = np.array(self._delays[:steps]), self._delays[steps:]
+        self._marks = {name: moments[steps:] for name, moments in self._marks.items()}
+        previous_step = np.concatenate([[self._before_step], step])[:steps]
+        self._before_step = float(step[-1]) if steps else self._before_step
         busy = previous_step + data + forward + ready
         return StepTimes(data, forward, ready - delay, delay, wait, step, busy)
 
@@ -121,10 +154,14 @@ class StepClock:
         return start.elapsed_time(stop) / 1000 if self._cuda else stop - start
 
 
-def typical(times: np.ndarray) -> float:
-    """Mean of the times without the largest and the smallest tenth: one spike does not move it."""
+def typical(times: np.ndarray) -> tuple[float, float]:
+    """Mean of the times without the largest and the smallest tenth, and its standard error.
+
+    A single spike moves neither.
+    """
     cut = int(len(times) * TRIM)
-    return float(np.sort(times)[cut : len(times) - cut].mean())
+    kept = np.sort(times)[cut : len(times) - cut]
+    return float(kept.mean()), float(kept.std() / np.sqrt(len(kept)))
 
 
 # --- batches ----------------------------------------------------------------------------------
@@ -135,7 +172,8 @@ class EpochPlan:
     """Who takes what in one epoch.
 
     starts: int64 [steps], each global batch's first position in the epoch's order; batch_sizes:
-    int64 [steps, n]; left_out: samples of a short last batch that was too small for all workers.
+    int64 [steps, n], which a rebalance inside the epoch changes from a later step on; left_out:
+    samples of a short last batch that was too small for all workers.
     """
 
     epoch: int
@@ -143,96 +181,347 @@ class EpochPlan:
     batch_sizes: np.ndarray
     left_out: int
 
-    def clean_steps(self) -> np.ndarray:
-        """bool [steps]: those whose times tell of the plan, not of warming up or a short batch."""
-        steps = len(self.starts)
-        clean = np.arange(steps) >= min(WARM_UP_STEPS, steps // 2)
-        full = self.batch_sizes.sum(1) == self.batch_sizes[0].sum()
-        return clean & full if (clean & full).any() else clean
+    def clean_steps(self, first: int = 0, stop: int | None = None) -> np.ndarray:
+        """Numbers of the steps within first … stop-1 whose times tell of the newest plan there.
+
+        Left out are a short last batch, and the first steps of the epoch, the segment and the plan.
+        """
+        stop = len(self.starts) if stop is None else stop
+        sizes = self.batch_sizes[first:stop]
+        full = np.flatnonzero(sizes.sum(1) == sizes.sum(1).max())
+        same = (sizes == sizes[full[-1]]).all(1)
+        # The present plan's run of steps reaches back from the last full batch without a gap.
+        others = np.flatnonzero(~same[: full[-1]])
+        begin = int(others[-1]) + 1 if len(others) else 0
+        begin += min(WARM_UP_STEPS, (int(full[-1]) + 1 - begin) // 2)
+        return first + np.arange(begin, int(full[-1]) + 1)
+
+    def changes(self) -> list[tuple[int, list[int]]]:
+        """(step, batch sizes) at the first step and wherever the plan changes after it."""
+        moved = (self.batch_sizes[1:] != self.batch_sizes[:-1]).any(1)
+        steps = [0, *(np.flatnonzero(moved) + 1).tolist()]
+        return [(step, self.batch_sizes[step].tolist()) for step in steps]
 
 
 class ShardSampler(Sampler):
-    """Batch sampler of one worker: int64 index arrays, one for each step of the planned epoch."""
+    """Batch sampler of one worker: lists of sample numbers, one for each step of the epoch.
+
+    It reads the plan as late as it can: a step's batch sizes when that step's batch is drawn.
+    """
 
     def __init__(self, balancer: Balancer) -> None:
         self._balancer = balancer
 
-    def __iter__(self) -> Iterator[np.ndarray]:
+    def __iter__(self) -> Iterator[list[int]]:
         balancer, plan = self._balancer, self._balancer.plan
         order = epoch_order(balancer.size, balancer.seed, plan.epoch)
-        for start, sizes in zip(plan.starts, plan.batch_sizes):
-            yield order[start:][part(sizes, balancer.rank)]
+        for step in range(balancer.next_step, len(plan.starts)):
+            yield order[plan.starts[step] :][part(plan.batch_sizes[step], balancer.rank)].tolist()
 
     def __len__(self) -> int:
-        return len(self._balancer.plan.starts)
+        return len(self._balancer.plan.starts) - self._balancer.next_step
+
+
+# --- the balancer -----------------------------------------------------------------------------
+
+
+class Peers(Protocol):
+    """What a balancer needs of the other workers."""
+
+    rank: int
+    size: int
+
+    def gather(self, values: np.ndarray) -> np.ndarray:
+        """One float64 array of the same shape from each worker, stacked to [n, …], on all."""
+
+
+class GroupPeers:
+    """The workers of the default process group; numbers travel over gloo, between CPU buffers."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+
+    def gather(self, values: np.ndarray) -> np.ndarray:
+        mine = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float64))
+        rows = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(rows, mine, group=self._group)
+        return torch.stack(rows).numpy()
 
 
 class Balancer:
     """Plans epochs, gives each worker its batches and weights, and moves shares by measured times.
 
-    partitioner: holds the shares; size: samples in the training set; rank: this worker; gather:
-    stacks one float64 array per worker to [n, …], the same on all; gradient_weight: how worker i's
-    mean gradient enters the sum: `uniform` 1/n, `share` b_i/B (exactly the gradient of the mean
-    loss over the global batch), `share-over-n` b_i/(B n).
+    size: samples in the training set; batch_size: global; policy, shares, min_batch, max_batch,
+    min_gain: as in partitioner.Partitioner; every: "epoch", or the number of steps between two
+    rebalances; gradient_weight: how worker i's mean gradient enters the sum: `uniform` 1/n, `share`
+    b_i/B (exactly the gradient of the mean loss over the global batch), `share-over-n` b_i/(B n);
+    seed: of the epochs' orders; device: where the model is (default: the current GPU where there is
+    one); peers: the other workers (default: the process group); replay: batch sizes [steps, n] by
+    epoch, taken instead of planned ones. Raises PlanError for a plan that cannot be had.
     """
 
     def __init__(
         self,
-        partitioner: Partitioner,
         size: int,
-        seed: int,
-        rank: int,
-        gather: Callable[[np.ndarray], np.ndarray],
+        batch_size: int,
+        policy: str = "affine",
+        shares: Sequence[float] | None = None,
+        min_batch: int | Sequence[int] = 1,
+        max_batch: int | Sequence[int] | None = None,
+        min_gain: float = 0.01,
+        every: str | int = "epoch",
         gradient_weight: str = "share",
+        seed: int = 0,
+        device: torch.device | None = None,
+        peers: Peers | None = None,
+        replay: Mapping[int, np.ndarray] | None = None,
     ) -> None:
         if gradient_weight not in GRADIENT_WEIGHTS:
-            raise ValueError(f"gradient_weight is one of {', '.join(GRADIENT_WEIGHTS)}")
-        self.partitioner, self.size, self.seed, self.rank = partitioner, size, seed, rank
+            raise PlanError(f"gradient_weight is one of {', '.join(GRADIENT_WEIGHTS)}")
+        if every != "epoch" and not (isinstance(every, int) and every > 0):
+            raise PlanError(f"every is the word epoch or a number of steps, not {every!r}")
+        self._peers = GroupPeers() if peers is None else peers
+        self.rank, self.workers = self._peers.rank, self._peers.size
+        self.partitioner = Partitioner(
+            self.workers, batch_size, policy, shares, min_batch, max_batch, min_gain
+        )
+        self.size, self.every, self.seed = size, every, seed
         self.gradient_weight = gradient_weight
-        self._gather = gather
+        self._replay = replay
+        self.clock = StepClock(_default_device() if device is None else device)
         self.sampler = ShardSampler(self)
+        self.before_ready: Callable[[], None] = _nothing
+        self.buckets_sent = 0
+        self.busy = np.full(self.workers, np.nan)
+        self.cap = int(self.partitioner.maximum[self.rank])
         self.plan_epoch(0)
 
     def plan_epoch(self, epoch: int) -> EpochPlan:
         """Lays out an epoch with the present shares; the sampler's next pass follows it."""
-        starts, sizes, left_out = [], [], 0
-        for start, stop in global_batches(self.size, self.partitioner.batch_size):
-            split = self.partitioner.split(stop - start)
-            if split is None:
-                left_out = stop - start
-                continue
-            starts.append(start)
-            sizes.append(split)
-        shape = (len(starts), self.partitioner.workers)
-        self.plan = EpochPlan(
-            epoch, np.array(starts, np.int64), np.array(sizes, np.int64).reshape(shape), left_out
-        )
+        batches = list(global_batches(self.size, self.partitioner.batch_size))
+        splits = [self.partitioner.split(stop - start) for start, stop in batches]
+        left_out = batches[-1][1] - batches[-1][0] if splits[-1] is None else 0
+        sizes = [split for split in splits if split is not None]
+        starts = np.array([start for start, _ in batches][: len(sizes)], np.int64)
+        planned = np.array(sizes, np.int64).reshape(len(sizes), self.workers)
+        if self._replay is not None:
+            planned = self._replayed(epoch, planned)
+        self.plan, self.next_step = EpochPlan(epoch, starts, planned, left_out), 0
         return self.plan
 
-    def weight(self, step: int) -> float:
-        """The factor of this worker's mean gradient in the sum over all workers at `step`."""
-        sizes = self.plan.batch_sizes[step]
-        share = float(sizes[self.rank]) / float(sizes.sum())
+    def steps(
+        self, batches: Iterable[Batch], epoch: int, lookahead: int | None = None
+    ) -> Iterator[Batch]:
+        """Goes through an epoch's batches, measures the steps, and rebalances when it is time.
+
+        batches: of a loader with `self.sampler`; lookahead: how many index lists the loader draws
+        ahead of the batch that it hands out (default: a DataLoader's own number). All workers must
+        make all steps. After `load_state_dict` inside this epoch it goes on where that state was.
+        """
+        if (self.plan.epoch, self.next_step > 0) != (epoch, True):
+            self.plan_epoch(epoch)
+        ahead = self._agreed_lookahead(batches, lookahead)
+        self.clock.begin()
+        self._parts: list[StepTimes] = []
+        segment = self.next_step
+        iterator = iter(batches)
+        while self.next_step < len(self.plan.starts):
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                raise RuntimeError(
+                    f"the loader ended before step {self.next_step} of {len(self.plan.starts)}: "
+                    "does it use the balancer's sampler as its batch_sampler?"
+                ) from None
+            self.buckets_sent = 0
+            self.clock.mark("data")
+            yield batch
+            self.clock.mark("step")
+            self.next_step += 1
+            if self._is_due(self.next_step - segment):
+                self._rebalance(segment, ahead)
+                segment = self.next_step
+        # Lets the loader see its own end; it has nothing left to give.
+        next(iterator, None)
+        self.next_step = 0
+
+    def announce_cap(self, cap: int) -> None:
+        """From the next rebalance on this worker gets at most `cap` samples a step."""
+        self.cap = min(self.cap, cap)
+
+    def agree_on_caps(self) -> None:
+        """Puts all workers' announced caps in force at once; all must call it between epochs."""
+        self.partitioner.lower_caps(self._peers.gather(np.array([self.cap]))[:, 0])
+
+    @contextmanager
+    def equal_split(self) -> Iterator[None]:
+        """Within it, plans are of equal shares, and what is measured moves nothing."""
+        kept, replay = self.partitioner, self._replay
+        self.partitioner, self._replay = kept.with_equal_shares(), None
+        yield
+        self.partitioner, self._replay = kept, replay
+        self.plan_epoch(self.plan.epoch)
+
+    def step_times(self) -> StepTimes:
+        """The times of this epoch's steps so far."""
+        self._parts.append(self.clock.take())
+        return StepTimes.joined(self._parts)
+
+    def weight(self) -> float:
+        """The factor of this worker's mean gradient in the sum over all workers, at this step."""
+        sizes = self.plan.batch_sizes[self.next_step]
         if self.gradient_weight == "uniform":
             return 1.0 / len(sizes)
+        share = float(sizes[self.rank]) / float(sizes.sum())
         return share if self.gradient_weight == "share" else share / len(sizes)
 
     def epoch_share(self) -> float:
         """This worker's part of all samples that the planned epoch trains on."""
         return float(self.plan.batch_sizes[:, self.rank].sum() / self.plan.batch_sizes.sum())
 
-    def rebalance(self, times: StepTimes) -> np.ndarray:
-        """Books the epoch's busy times and moves the shares; returns busy seconds [n] per step.
+    def attach(self, model: DistributedDataParallel) -> None:
+        """Makes `model` sum the workers' gradients by weight, overlapped with the backward pass.
 
-        One all-gather of one number per worker; all workers then compute the same plan.
+        Gradient accumulation under `no_sync` works if the micro-batches' losses add up to the mean
+        over this worker's batch; mixed precision and gradient scaling work as ever.
         """
-        clean = self.plan.clean_steps()
-        busy = self._gather(np.array([typical(times.busy[clean])]))[:, 0]
-        self.partitioner.rebalance(self.plan.batch_sizes[clean][0], busy)
-        return busy
+        model.register_comm_hook(self, _weighted_sum)
+
+    def reduce_flat(self, parameters: Iterable[nn.Parameter]) -> None:
+        """The same sum for a plain module, by one all-reduce after the backward pass."""
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        flat = parameters_to_vector(gradients).mul_(self.weight())
+        self.before_ready()
+        self.clock.mark("ready")
+        dist.all_reduce(flat)
+        vector_to_parameters(flat, gradients)
+        self.clock.mark("exchanged")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Numbers and lists from which `load_state_dict` goes on, also inside an epoch."""
+        return {
+            "epoch": self.plan.epoch,
+            "next_step": self.next_step,
+            "changes": self.plan.changes(),
+            "partition": self.partitioner.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.partitioner.load_state_dict(state["partition"])
+        self.announce_cap(int(self.partitioner.maximum[self.rank]))
+        plan = self.plan_epoch(state["epoch"])
+        for step, sizes in state["changes"]:
+            plan.batch_sizes[step:] = sizes
+        self.next_step = state["next_step"]
+
+    def bucket_ready(self, bucket: dist.GradBucket) -> None:
+        """Called by DDP's hook for each bucket of gradients, before it is sent."""
+        bucket.buffer().mul_(self.weight())
+        if bucket.is_last():
+            self.before_ready()
+            self.clock.mark("ready")
+        self.buckets_sent += 1
+
+    def _rebalance(self, first: int, ahead: int) -> None:
+        """Books the busy times since step `first` and moves the shares from a later step on.
+
+        One all-gather of a few numbers per worker; all workers then compute the same plan.
+        """
+        taken = self.clock.take()
+        self._parts.append(taken)
+        clean = self.plan.clean_steps(first, self.next_step)
+        mine = typical(taken.busy[clean - first])
+        rows = self._peers.gather(np.array([*mine, self.cap]))
+        self.busy, errors, caps = rows.T
+        self.partitioner.lower_caps(caps)
+        self.partitioner.rebalance(self.plan.batch_sizes[clean[0]], self.busy, errors)
+        self._replan(self.next_step + ahead)
+
+    def _is_due(self, steps: int) -> bool:
+        """Whether to rebalance now, `steps` steps after the last time."""
+        ends = self.next_step == len(self.plan.starts)
+        if self.every == "epoch":
+            return ends
+        # What is left at an epoch's end counts if it is long enough to tell something.
+        return steps == self.every or (ends and steps > max(WARM_UP_STEPS, self.every // 2))
+
+    def _replan(self, first: int) -> None:
+        """Puts the partitioner's present batch sizes in force from step `first` on."""
+        if self._replay is not None:
+            return
+        sizes = self.plan.batch_sizes[first:]
+        for row, total in zip(sizes, sizes.sum(1)):
+            split = self.partitioner.split(int(total))
+            # A short batch keeps its split where a lowered cap no longer holds it all.
+            row[:] = row if split is None else split
+
+    def _replayed(self, epoch: int, planned: np.ndarray) -> np.ndarray:
+        recorded = self._replay.get(epoch)
+        if recorded is None or recorded.shape != planned.shape:
+            have = "no such epoch" if recorded is None else f"batch sizes {recorded.shape}"
+            raise PlanError(
+                f"replay: epoch {epoch} has {planned.shape} steps and workers, the record {have}"
+            )
+        if (recorded.sum(1) != planned.sum(1)).any() or recorded.min() < 1:
+            raise PlanError(f"replay: the record's batches of epoch {epoch} are of other sizes")
+        return np.array(recorded, np.int64)
+
+    def _agreed_lookahead(self, batches: Iterable, lookahead: int | None) -> int:
+        if self.every == "epoch":
+            return 0
+        if lookahead is None and isinstance(batches, DataLoader):
+            lookahead = batches.num_workers * (batches.prefetch_factor or 0)
+        return int(self._peers.gather(np.array([lookahead or 0])).max())
 
 
-# --- gradients --------------------------------------------------------------------------------
+def _default_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _nothing() -> None:
+    pass
+
+
+def _weighted_sum(balancer: Balancer, bucket):
+    """DDP's hook. No annotation on `bucket`: DDP compares it with a class, and ours are strings."""
+    balancer.bucket_ready(bucket)
+    # A sum with explicit weights: a mean would be one for equal batches only, and gloo has none.
+    future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+    if not bucket.is_last():
+        return future.then(_first_tensor)
+
+    def done(future: torch.futures.Future) -> torch.Tensor:
+        # On CUDA the current stream here is one that waits for the all-reduce.
+        balancer.clock.mark("exchanged")
+        return _first_tensor(future)
+
+    return future.then(done)
+
+
+def _first_tensor(future: torch.futures.Future) -> torch.Tensor:
+    return future.value()[0]
+
+
+# --- models -----------------------------------------------------------------------------------
+
+
+def wrap(module: nn.Module) -> DistributedDataParallel:
+    """DDP as a balanced run needs it: same weights and buffers at the start, none sent later.
+
+    By default DDP broadcasts buffers in each forward pass, and fast workers would wait inside their
+    busy time. PyTorch has renamed the argument that says so.
+    """
+    broadcast_state(module)
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    new = "forward_sync_buffers"
+    device = next(module.parameters()).device
+    return DistributedDataParallel(
+        module,
+        device_ids=[device.index] if device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+        **{new if new in known else "broadcast_buffers": False},
+    )
 
 
 def broadcast_state(module: nn.Module) -> None:
@@ -254,92 +543,3 @@ def average_buffers(module: nn.Module, share: float) -> None:
     dist.all_reduce(flat)
     for buffer, mean in zip(buffers, flat.split([buffer.numel() for buffer in buffers])):
         buffer.copy_(mean.view_as(buffer))
-
-
-class DdpExchange:
-    """Weighted gradient sum by DistributedDataParallel, overlapped with the backward pass.
-
-    module: already on its device. `model` is what the training step calls.
-    """
-
-    def __init__(self, module: nn.Module, clock: StepClock) -> None:
-        broadcast_state(module)
-        self._clock = clock
-        self._weight = 1.0
-        self._before_ready: Callable[[], None] = _nothing
-        device = next(module.parameters()).device
-        self.model = DistributedDataParallel(
-            module,
-            device_ids=[device.index] if device.type == "cuda" else None,
-            gradient_as_bucket_view=True,
-            **_no_buffer_broadcast(),
-        )
-        self.model.register_comm_hook(self, _weighted_sum)
-
-    def backward(
-        self, loss: torch.Tensor, weight: float, before_ready: Callable[[], None] | None = None
-    ) -> None:
-        """Leaves sum_i weight_i * grad loss_i in every worker's gradients.
-
-        before_ready: called once, when the last bucket is complete and not yet handed over.
-        """
-        self._weight, self._before_ready = weight, before_ready or _nothing
-        loss.backward()
-        self._clock.mark("exchanged")
-
-    def bucket_ready(self, bucket: dist.GradBucket) -> None:
-        bucket.buffer().mul_(self._weight)
-        if bucket.is_last():
-            self._before_ready()
-            self._clock.mark("ready")
-
-
-def _weighted_sum(exchange: DdpExchange, bucket):
-    """DDP's hook. No annotation on `bucket`: DDP compares it with a class, and ours are strings."""
-    exchange.bucket_ready(bucket)
-    # A sum with explicit weights: a mean would be one for equal batches only, and gloo has none.
-    work = dist.all_reduce(bucket.buffer(), async_op=True)
-    return work.get_future().then(_first_tensor)
-
-
-def _first_tensor(future: torch.futures.Future) -> torch.Tensor:
-    return future.value()[0]
-
-
-class FlatExchange:
-    """Weighted gradient sum by one all-reduce of one flat buffer after the backward pass."""
-
-    def __init__(self, module: nn.Module, clock: StepClock) -> None:
-        broadcast_state(module)
-        self.model = module
-        self._clock = clock
-
-    def backward(
-        self, loss: torch.Tensor, weight: float, before_ready: Callable[[], None] | None = None
-    ) -> None:
-        """As DdpExchange.backward; nothing is sent before the whole backward pass is done."""
-        loss.backward()
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        flat = parameters_to_vector(gradients).mul_(weight)
-        (before_ready or _nothing)()
-        self._clock.mark("ready")
-        dist.all_reduce(flat)
-        vector_to_parameters(flat, gradients)
-        self._clock.mark("exchanged")
-
-
-EXCHANGES = {"ddp": DdpExchange, "flat": FlatExchange}
-
-
-def _nothing() -> None:
-    pass
-
-
-def _no_buffer_broadcast() -> dict[str, bool]:
-    """The argument that keeps DDP from broadcasting buffers in each forward pass.
-
-    The broadcast would make fast workers wait inside their busy time. PyTorch has renamed it.
-    """
-    known = inspect.signature(DistributedDataParallel.__init__).parameters
-    new = "forward_sync_buffers"
-    return {new if new in known else "broadcast_buffers": False}

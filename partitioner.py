@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-POLICIES = ("equal", "static", "proportional")
+POLICIES = ("equal", "static", "proportional", "affine")
 
 # Names the random stream of the epoch order, so that no other consumer of the same seed shares it.
 _ORDER_STREAM = 0x0DE5
@@ -148,60 +148,130 @@ def _check_bounds(total: int, minimum: np.ndarray, maximum: np.ndarray) -> None:
 
 
 class TimeModel:
-    """Busy time of each worker as a_i * b + d_i, fitted to what was measured.
+    """Busy time of each worker as t(b) = a * b + d, fitted to what was measured.
 
-    A worker whose newest time is far from what its earlier ones predict has changed its speed: its
-    earlier measurements are dropped.
+    Written with the elasticity e = a b / t at the mean measured batch size, t / t_mean - 1 =
+    e (b / b_mean - 1): e is 1 without a fixed cost and 0 if nothing but the fixed cost counts.
+    Weighted least squares for e is pulled towards the elasticity that all workers' measurements
+    give together (a normal prior; the posterior mean): where a worker's batch sizes have hardly
+    differed, the noise in its times would otherwise give any slope at all. Older measurements count
+    less and less. A worker whose newest time is far from what its earlier ones predict has changed
+    its speed: its earlier measurements are dropped.
     """
 
-    # Far: beyond what noise and a slightly curved cost make of a good fit.
-    CHANGE = 0.15
+    FORGETTING = 0.95  # weight of a measurement against the one after it
+    KEPT = 128  # measurements after which nothing is left of the weight
+    PRIOR_ELASTICITY, PRIOR_DEVIATION = 0.8, 0.2
+    LEAST_ELASTICITY = 0.02  # keeps a above 0
+    LEAST_ERROR = 0.003  # relative: busy time is only close to affine
+    UNKNOWN_ERROR = 0.02  # relative: for a time that comes without its error
+    CHANGE, SIGMAS = 0.1, 4.0  # far from predicted: beyond both
 
     def __init__(self, workers: int) -> None:
-        self.measurements: list[list[tuple[float, float]]] = [[] for _ in range(workers)]
+        self._workers = workers
+        # One row per rebalance: batch sizes, seconds, weights (1 / relative error^2; 0: dropped).
+        self._sizes = np.zeros((0, workers))
+        self._times = np.zeros((0, workers))
+        self._weights = np.zeros((0, workers))
+        self._least = np.full(workers, np.inf)
+        self._most = np.zeros(workers)
 
-    def add(self, batch_sizes: Sequence[float], times: Sequence[float]) -> None:
-        """Books one busy time (seconds) per worker under the batch size it was measured with."""
-        for known, size, time in zip(self.measurements, batch_sizes, times):
-            line = _line(known)
-            if line is not None and abs(line[0] * size + line[1] - time) > self.CHANGE * time:
-                known.clear()
-            known.append((float(size), float(time)))
+    @property
+    def known(self) -> bool:
+        """Whether each worker has been seen at two batch sizes since its speed last changed."""
+        return bool((self._most > self._least).all())
+
+    def add(
+        self,
+        sizes: Sequence[float],
+        times: Sequence[float],
+        errors: Sequence[float] | None = None,
+    ) -> None:
+        """Books one busy time (seconds, [n]) per worker under the batch size it was measured with.
+
+        errors: the times' standard errors in seconds, [n].
+        """
+        sizes, times = np.asarray(sizes, float), np.asarray(times, float)
+        errors = self.UNKNOWN_ERROR * times if errors is None else np.asarray(errors, float)
+        relative = np.maximum(errors / times, self.LEAST_ERROR)
+        changed = self._changed(sizes, times, relative)
+        self._weights[:, changed] = 0.0
+        self._least = np.minimum(np.where(changed, np.inf, self._least), sizes)
+        self._most = np.maximum(np.where(changed, 0.0, self._most), sizes)
+        self._weights *= self.FORGETTING
+        self._sizes = np.vstack([self._sizes, sizes])[-self.KEPT :]
+        self._times = np.vstack([self._times, times])[-self.KEPT :]
+        self._weights = np.vstack([self._weights, relative**-2.0])[-self.KEPT :]
 
     def fit(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """(a, d): float64 [n] each, seconds per sample and seconds; None while one is unknown."""
-        lines = [_line(known) for known in self.measurements]
-        if any(line is None for line in lines):
+        """(a, d): float64 [n] each, seconds per sample and seconds; None before any measurement.
+
+        While `known` is false, a worker's d rests on the other workers' or on the prior alone.
+        """
+        if not len(self._sizes):
             return None
-        a, d = np.array(lines, dtype=np.float64).T
-        return a, d
+        size, time, _ = self._means()
+        elasticity, _ = self._elasticity(size, time)
+        return elasticity * time / size, (1.0 - elasticity) * time
+
+    def state_dict(self) -> dict[str, list]:
+        return {name: getattr(self, f"_{name}").tolist() for name in self._STATE}
+
+    def load_state_dict(self, state: dict[str, list]) -> None:
+        for name in self._STATE:
+            array = np.array(state[name], dtype=np.float64)
+            shape = (-1, self._workers) if name in ("sizes", "times", "weights") else (-1,)
+            setattr(self, f"_{name}", array.reshape(shape))
+
+    _STATE = ("sizes", "times", "weights", "least", "most")
+
+    def _means(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Weighted means of the batch sizes and the times, and the sum of weights: [n] each."""
+        total = self._weights.sum(0)
+        size = (self._weights * self._sizes).sum(0) / total
+        return size, (self._weights * self._times).sum(0) / total, total
+
+    def _elasticity(self, size: np.ndarray, time: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Posterior mean and variance of each worker's elasticity: [n] each."""
+        x, y = self._sizes / size - 1.0, self._times / time - 1.0
+        xx, xy = (self._weights * x * x).sum(0), (self._weights * x * y).sum(0)
+        prior = self.PRIOR_DEVIATION**-2.0
+        # What all workers say together says where a single one is likely to lie.
+        common = (prior * self.PRIOR_ELASTICITY + xy.sum()) / (prior + xx.sum())
+        common = np.clip(common, self.LEAST_ELASTICITY, 1.0)
+        mean = (prior * common + xy) / (prior + xx)
+        return np.clip(mean, self.LEAST_ELASTICITY, 1.0), 1.0 / (prior + xx)
+
+    def _changed(self, sizes: np.ndarray, times: np.ndarray, relative: np.ndarray) -> np.ndarray:
+        """Workers (bool [n]) whose newest time is not explained by the earlier ones and noise."""
+        if not len(self._sizes):
+            return np.zeros(self._workers, dtype=bool)
+        size, time, total = self._means()
+        elasticity, variance = self._elasticity(size, time)
+        margin = self.SIGMAS * np.sqrt(variance)
+        possible = np.clip([elasticity - margin, elasticity + margin], 0.0, 1.0)
+        expected = time * (1.0 + possible * (sizes / size - 1.0))
+        tolerance = np.maximum(self.CHANGE, self.SIGMAS * np.sqrt(relative**2 + 1.0 / total))
+        too_fast = times < expected.min(0) * (1.0 - tolerance)
+        return too_fast | (times > expected.max(0) * (1.0 + tolerance))
 
 
-def _line(points: list[tuple[float, float]]) -> tuple[float, float] | None:
-    """Least squares with slope > 0 and intercept >= 0; None where the points do not give it."""
-    if not points:
-        return None
-    sizes, times = np.array(points, dtype=np.float64).T
-    spread = sizes - sizes.mean()
-    # A slope from batch sizes that hardly differ would be noise alone.
-    if spread.max() - spread.min() < max(1.0, 0.02 * sizes.mean()):
-        return None
-    slope = float(spread @ times / (spread @ spread))
-    if slope <= 0:
-        return None
-    intercept = float(times.mean() - slope * sizes.mean())
-    if intercept < 0:
-        return float(sizes @ times / (sizes @ sizes)), 0.0
-    return slope, intercept
+@dataclass(frozen=True)
+class LeftOut:
+    """Workers without whom a step would be shorter: ranks, and the step time without them (s)."""
+
+    ranks: tuple[int, ...]
+    seconds: float
 
 
 class Partitioner:
     """Holds every worker's share of the global batch and moves the shares after measurements.
 
     workers: n; batch_size: B; policy: one of POLICIES; shares: [n] positive weights for `static`;
-    min_batch, max_batch: bounds of every worker's batch size (max_batch None: no bound). Raises
-    PlanError for bounds that cannot hold B and for shares that are not positive. All workers must
-    make the same calls with the same numbers; their plans then agree.
+    min_batch, max_batch: bounds of the batch size, one number or one per worker (max_batch None: no
+    bound); min_gain: `affine` leaves the shares where a move would shorten the step by a smaller
+    part than this. Raises PlanError for bounds that cannot hold B and for shares that are not
+    positive. All workers must make the same calls with the same numbers; their plans then agree.
     """
 
     def __init__(
@@ -210,16 +280,18 @@ class Partitioner:
         batch_size: int,
         policy: str = "proportional",
         shares: Sequence[float] | None = None,
-        min_batch: int = 1,
-        max_batch: int | None = None,
+        min_batch: float | Sequence[float] = 1,
+        max_batch: float | Sequence[float] | None = None,
+        min_gain: float = 0.01,
     ) -> None:
         if policy not in POLICIES:
             raise PlanError(f"unknown policy {policy!r}: one of {', '.join(POLICIES)}")
         if (shares is not None) != (policy == "static"):
             raise PlanError("shares are given with the policy static, and only with it")
         self.workers, self.batch_size, self.policy = workers, batch_size, policy
-        self._minimum = np.full(workers, float(min_batch))
-        self._maximum = np.full(workers, float(batch_size if max_batch is None else max_batch))
+        self.min_gain = min_gain
+        self.minimum = _bound(min_batch, workers, "min_batch")
+        self.maximum = _bound(batch_size if max_batch is None else max_batch, workers, "max_batch")
         self.shares = _normalised(np.ones(workers) if shares is None else shares, workers, "share")
         self.time_model = TimeModel(workers)
         self.batch_sizes = self._round(batch_size)
@@ -231,33 +303,86 @@ class Partitioner:
         """
         if size == self.batch_size:
             return self.batch_sizes
-        return None if size < self._minimum.sum() else self._round(size)
+        return None if size < self.minimum.sum() else self._round(size)
 
-    def rebalance(self, batch_sizes: Sequence[float], times: Sequence[float]) -> None:
-        """Takes one busy time per worker, measured with `batch_sizes`, and moves the shares."""
-        if self.policy == "proportional":
-            speeds = 1.0 / _normalised(times, self.workers, "busy time")
-            self.shares = _normalised(self._base() * speeds, self.workers, "share")
+    def rebalance(
+        self,
+        batch_sizes: Sequence[float],
+        times: Sequence[float],
+        errors: Sequence[float] | None = None,
+    ) -> bool:
+        """Takes one busy time per worker, measured with `batch_sizes`, and moves the shares.
+
+        errors: standard errors of the times, in the same unit. Returns whether batch sizes changed.
+        """
+        _check_positive(times, self.workers, "busy time")
+        first = self.time_model.fit() is None
+        self.time_model.add(batch_sizes, times, errors)
+        before = self.batch_sizes
+        if self.policy == "proportional" or (self.policy == "affine" and first):
+            self._move_proportionally(np.asarray(times, float))
+        elif self.policy == "affine":
+            self._move_to_optimum()
+        return bool((before != self.batch_sizes).any())
+
+    def lower_caps(self, caps: Sequence[float]) -> None:
+        """Gives each worker at most caps[rank] samples from now on (memory ran out)."""
+        self.maximum = np.minimum(self.maximum, caps)
+        if (self.batch_sizes > self.maximum).any():
             self.batch_sizes = self._round(self.batch_size)
-        self.time_model.add(batch_sizes, times)
+
+    def with_equal_shares(self) -> Partitioner:
+        """Another one of the same workers and bounds, with the policy `equal`."""
+        return Partitioner(
+            self.workers,
+            self.batch_size,
+            "equal",
+            min_batch=self.minimum.tolist(),
+            max_batch=self.maximum.tolist(),
+        )
 
     def optimum(self) -> Optimum | None:
         """The best plan for a full global batch; None while the time model is unknown."""
-        fit = self.time_model.fit()
-        if fit is None:
+        if not self.time_model.known:
             return None
-        return optimum(*fit, self.batch_size, self._minimum, self._maximum)
+        a, d = self.time_model.fit()
+        return optimum(a, d, self.batch_size, self.minimum, self.maximum)
 
-    def state_dict(self) -> dict[str, list]:
+    def left_out(self) -> LeftOut | None:
+        """Who sets the pace with the minimum alone: a step would be shorter without them."""
+        best = self.optimum()
+        if best is None or self.workers == 1:
+            return None
+        a, d = self.time_model.fit()
+        return better_without(a, d, self.batch_size, self.minimum, self.maximum, best)
+
+    def state_dict(self) -> dict[str, object]:
         """Plain lists from which `load_state_dict` goes on exactly."""
-        return {"shares": self.shares.tolist(), "measurements": self.time_model.measurements}
+        return {
+            "shares": self.shares.tolist(),
+            "batch_sizes": self.batch_sizes.tolist(),
+            "maximum": self.maximum.tolist(),
+            "time_model": self.time_model.state_dict(),
+        }
 
-    def load_state_dict(self, state: dict[str, list]) -> None:
+    def load_state_dict(self, state: dict) -> None:
         self.shares = np.array(state["shares"], dtype=np.float64)
-        self.time_model.measurements = [
-            [(float(size), float(time)) for size, time in known] for known in state["measurements"]
-        ]
+        self.batch_sizes = np.array(state["batch_sizes"], dtype=np.int64)
+        self.maximum = np.array(state["maximum"], dtype=np.float64)
+        self.time_model.load_state_dict(state["time_model"])
+
+    def _move_proportionally(self, times: np.ndarray) -> None:
+        self.shares = _normalised(self._base() / times, self.workers, "share")
         self.batch_sizes = self._round(self.batch_size)
+
+    def _move_to_optimum(self) -> None:
+        a, d = self.time_model.fit()
+        best = optimum(a, d, self.batch_size, self.minimum, self.maximum)
+        present = float((a * self.batch_sizes + d).max())
+        if present * (1.0 - self.min_gain) <= best.seconds:
+            return
+        self.batch_sizes = best.batch_sizes
+        self.shares = best.batch_sizes / self.batch_size
 
     def _base(self) -> np.ndarray:
         """The shares that the measured times belong to.
@@ -270,14 +395,54 @@ class Partitioner:
         return np.where(rounded, self.shares, self.batch_sizes / self.batch_size)
 
     def _round(self, size: int) -> np.ndarray:
-        return round_shares(self.shares, size, self._minimum, np.minimum(self._maximum, size))
+        return round_shares(self.shares, size, self.minimum, np.minimum(self.maximum, size))
+
+
+def better_without(
+    a: np.ndarray,
+    d: np.ndarray,
+    total: int,
+    minimum: np.ndarray,
+    maximum: np.ndarray,
+    best: Optimum,
+) -> LeftOut | None:
+    """The workers that set the pace at their minimum and are better left out, if there are any.
+
+    Takes away the slowest of those at their minimum for as long as that shortens the step.
+    """
+    stay = np.arange(len(a))
+    seconds, sizes = best.seconds, best.batch_sizes
+    while len(stay) > 1:
+        times = a[stay] * sizes + d[stay]
+        slowest = int(times.argmax())
+        rest = np.delete(stay, slowest)
+        if sizes[slowest] > minimum[stay][slowest] or maximum[rest].sum() < total:
+            break
+        without = optimum(a[rest], d[rest], total, minimum[rest], maximum[rest])
+        if without.seconds >= seconds:
+            break
+        stay, seconds, sizes = rest, without.seconds, without.batch_sizes
+    gone = tuple(int(rank) for rank in np.setdiff1d(np.arange(len(a)), stay))
+    return LeftOut(gone, seconds) if gone else None
+
+
+def _bound(value: float | Sequence[float], workers: int, what: str) -> np.ndarray:
+    array = np.asarray(value, dtype=np.float64)
+    if array.ndim and array.shape != (workers,):
+        raise PlanError(f"{workers} workers need one {what} or {workers}, not {array.size}")
+    return np.broadcast_to(array, (workers,)).copy()
 
 
 def _normalised(values: Sequence[float], workers: int, what: str) -> np.ndarray:
+    array = _check_positive(values, workers, what)
+    return array / array.sum()
+
+
+def _check_positive(values: Sequence[float], workers: int, what: str) -> np.ndarray:
     array = np.asarray(values, dtype=np.float64)
     if array.shape != (workers,):
         raise PlanError(f"{workers} workers need {workers} {what}s, not {array.size}")
     for rank, value in enumerate(array):
         if not (np.isfinite(value) and value > 0):
             raise PlanError(f"the {what} of rank {rank} must be a positive number, not {value}")
-    return array / array.sum()
+    return array

@@ -11,8 +11,8 @@ from configs.schema import Config, to_mapping
 from data.sources import outline
 from schedule import learning_rate
 from workload import (
+    build_balancer,
     build_module,
-    build_partitioner,
     check_steps,
     count_parameters,
     gradient_bytes,
@@ -27,10 +27,7 @@ def preview(launch: Launch, workers: Workers) -> str:
     config = launch.config
     data = outline(config.data, config.seed, workers.once_per_node)
     check_steps(config, data.train_samples, workers.size)
-    partitioner = build_partitioner(config, workers.size)
-    balancer = Balancer(
-        partitioner, data.train_samples, config.seed, workers.rank, workers.gather
-    )
+    balancer = build_balancer(config, data.train_samples, workers, workers.device)
     module = build_module(config, data.classes, data.image_size)
     devices = workers.gather_json(workers.device_name)
     lines = [
@@ -41,7 +38,7 @@ def preview(launch: Launch, workers: Workers) -> str:
         f"workers: {workers.size} ({workers.backend}): {', '.join(devices)}",
         f"steps per epoch: {len(balancer.sampler)}, {data.train_samples:,} samples"
         + _last_batch(balancer, config),
-        f"first plan: batch sizes {_numbers(partitioner.batch_sizes)}",
+        f"first plan: batch sizes {_numbers(balancer.partitioner.batch_sizes)}",
         f"all-reduce: {gradient_bytes(module):,} bytes per step and worker",
         "learning rate by epoch:",
         *_rates(config),

@@ -28,7 +28,7 @@ from balancer import EpochPlan
 from configs.errors import UserError
 from configs.files import read_mapping
 from configs.schema import Config, differences, from_mapping, to_mapping
-from partitioner import Optimum, TimeModel
+from partitioner import Partitioner
 
 CONFIG, PROVENANCE, EPOCHS, STEPS = "config.yaml", "provenance.json", "epochs.jsonl", "steps.npz"
 CHECKPOINT, FINAL = "checkpoint.pt", "final.pt"
@@ -258,17 +258,17 @@ def epoch_record(
     plan: EpochPlan,
     phases: Mapping[str, np.ndarray],
     typical_busy: np.ndarray,
-    model: TimeModel,
-    best: Optimum | None,
+    partitioner: Partitioner,
 ) -> dict[str, Any]:
     """The part of an epoch's record that is about balance; lists have one entry per worker.
 
     phases: seconds by name of PHASES, [steps, n] each; typical_busy: the busy seconds [n] that the
-    rebalance used; best: the optimum by the time model after this epoch, None while unknown.
+    last rebalance used; partitioner: after this epoch, for its time model and what follows from it.
     """
     clean = plan.clean_steps()
-    sizes = plan.batch_sizes[clean][0]
-    fit = model.fit()
+    sizes = plan.batch_sizes[clean[0]]
+    best, left_out = partitioner.optimum(), partitioner.left_out()
+    fit = None if best is None else partitioner.time_model.fit()
     return {
         "epoch": plan.epoch,
         "steps": len(plan.starts),
@@ -287,6 +287,14 @@ def epoch_record(
         "optimum_continuous": None if best is None else best.continuous_seconds,
         "optimum_batch_sizes": None if best is None else best.batch_sizes.tolist(),
         "imbalance": None if best is None else float(typical_busy.max() / best.seconds),
+        "better_without": None
+        if left_out is None
+        else {"ranks": list(left_out.ranks), "seconds": left_out.seconds},
+        "changes": [
+            {"step": step, "batch_sizes": split}
+            for step, split in plan.changes()
+            if sum(split) == sizes.sum()  # not a short last batch
+        ],
     }
 
 
@@ -335,6 +343,28 @@ def read_run(path: Path | str) -> Run:
         raise UserError(f"{path / EPOCHS} has no epoch yet")
     config, facts = read_mapping(path / CONFIG), _read_json(path / PROVENANCE)
     return Run(path, config, facts, epochs, _read_steps(path))
+
+
+def batch_sizes_by_epoch(path: Path | str) -> list[list[list[int]]]:
+    """The batch sizes of a run's every step: by epoch, step and worker. Raises UserError."""
+    if not (Path(path) / EPOCHS).exists():
+        raise UserError(f"partition.replay: {path} is no run's folder: it has no {EPOCHS}")
+    steps = _read_steps(Path(path))
+    epochs = range(int(steps["epoch"].max()) + 1)
+    return [steps["batch_sizes"][steps["epoch"] == epoch].tolist() for epoch in epochs]
+
+
+def remember_cap(path: Path, rank: int, cap: int) -> None:
+    """Keeps, for a continued run, that `rank` has no memory for more than `cap` samples a step."""
+    path.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"max_batch": cap})
+    _write(path / f"cap-{rank}.json", lambda file: file.write(text.encode()))
+
+
+def remembered_cap(path: Path, rank: int) -> int | None:
+    """What `remember_cap` kept, or None."""
+    file = path / f"cap-{rank}.json"
+    return _read_json(file)["max_batch"] if file.exists() else None
 
 
 def find_runs(paths: Iterable[Path | str]) -> list[Path]:

@@ -15,7 +15,7 @@ import copy
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record as report_to_launcher
 from torch.nn.functional import cross_entropy
 
-from balancer import EXCHANGES, Balancer, StepClock, StepTimes, average_buffers, typical
+from balancer import average_buffers, typical
 from cluster import Workers, join
 from configs.command_line import Launch, parse, run_folder
 from configs.errors import UserError
@@ -35,18 +35,30 @@ from configs.schema import Config, check_workers
 from console import Console, epoch_line, headline, summary
 from data.pipeline import make_pipeline
 from data.sources import Data, open_data, prepare
+from exchange import EXCHANGES
 from metrics import Clocks, Metrics
 from partitioner import PlanError
 from preview import preview
-from recorder import PHASES, NoFolder, RunFolder, epoch_record, load_state, provenance, step_arrays
+from recorder import (
+    PHASES,
+    NoFolder,
+    RunFolder,
+    batch_sizes_by_epoch,
+    epoch_record,
+    load_state,
+    provenance,
+    remember_cap,
+    remembered_cap,
+    step_arrays,
+)
 from schedule import learning_rate
 from stragglers import Stragglers, calibrate
 from workload import (
     DTYPES,
     MEMORY_FORMATS,
+    build_balancer,
     build_module,
     build_optimizer,
-    build_partitioner,
     check_steps,
     count_parameters,
     gradient_bytes,
@@ -61,26 +73,24 @@ CALIBRATION_STEPS = 10
 # Names the random stream of dropout, apart from every other consumer of the same seed.
 _DROPOUT_STREAM = 0xD809
 
-Batch = tuple[Tensor, Tensor]
-
 
 class Trainer:
     """One worker's part of a run: its model, its data, and the state that a checkpoint holds."""
 
-    def __init__(self, config: Config, workers: Workers, data: Data) -> None:
-        self.config, self.workers = config, workers
-        self.clock, self.clocks = StepClock(workers.device), Clocks()
-        self.partitioner = build_partitioner(config, workers.size)
-        self.balancer = Balancer(
-            self.partitioner,
-            size=len(data.train),
-            seed=config.seed,
-            rank=workers.rank,
-            gather=workers.gather,
-            gradient_weight=config.gradient_weight,
-        )
+    def __init__(
+        self,
+        config: Config,
+        workers: Workers,
+        data: Data,
+        remember_cap: Callable[[int], None],
+        replay: Mapping[int, np.ndarray] | None = None,
+    ) -> None:
+        self.config, self.workers, self.clocks = config, workers, Clocks()
+        self.balancer = build_balancer(config, len(data.train), workers, workers.device, replay)
         self.module = build_module(config, len(data.classes), data.image_size).to(workers.device)
-        self.exchange = EXCHANGES[config.exchange](self.module, self.clock)
+        self.exchange = EXCHANGES[config.exchange](
+            self.module, self.balancer, self._forward, remember_cap
+        )
         self.optimizer = build_optimizer(config, self.module)
         pipeline = partial(
             make_pipeline,
@@ -99,8 +109,11 @@ class Trainer:
 
     # --- start and resume ---
 
-    def start(self, checkpoint: Mapping[str, Any] | None) -> None:
-        """Rehearses, then sets the state: as built, or as the checkpoint has it."""
+    def start(self, checkpoint: Mapping[str, Any] | None, cap: int | None) -> None:
+        """Rehearses, then sets the state: as built, or as the checkpoint has it.
+
+        cap: the most samples a step that this worker is known to have memory for.
+        """
         rules = self.config.stragglers
         calibrates = checkpoint is None and any(rule.fraction is not None for rule in rules)
         busy = self._rehearse(CALIBRATION_STEPS if calibrates else 0)
@@ -108,6 +121,9 @@ class Trainer:
             self.calibrated = calibrate(rules, busy)
         else:
             self._load(checkpoint)
+        if cap is not None:
+            self.balancer.announce_cap(cap)
+        self.balancer.agree_on_caps()
         rank = self.workers.rank
         mine = {c["rule"]: c["seconds"] for c in self.calibrated if c["rank"] == rank}
         self.stragglers = Stragglers(rules, rank, self.config.seed, mine)
@@ -119,7 +135,7 @@ class Trainer:
             "next_epoch": self.next_epoch,
             "model": self.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "partition": self.partitioner.state_dict(),
+            "balancer": self.balancer.state_dict(),
             "calibrated": self.calibrated,
             "clocks": {"train": self.clocks.train, "total": self.clocks.total},
         }
@@ -128,54 +144,45 @@ class Trainer:
         self.next_epoch = state["next_epoch"]
         self.module.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.partitioner.load_state_dict(state["partition"])
+        self.balancer.load_state_dict(state["balancer"])
         self.calibrated = state["calibrated"]
         self.clocks = Clocks(**state["clocks"])
 
     def _rehearse(self, measured_steps: int) -> np.ndarray:
         """Undelayed throw-away steps at an equal split; returns each worker's busy seconds, [n]."""
         built = copy.deepcopy(self.module.state_dict())
-        workers = self.workers
-        self.balancer.partitioner = build_partitioner(self.config, workers.size, policy="equal")
-        self.balancer.plan_epoch(0)
-        scrap = Metrics(workers.device)
+        scrap, left = Metrics(self.workers.device), REHEARSAL_STEPS + measured_steps
         self.module.train()
-        self.clock.begin()
-        for step, (images, labels) in self._rehearsal(REHEARSAL_STEPS + measured_steps):
-            self._step(step, images, labels, scrap, before_ready=None)
-        busy = typical(self.clock.read().busy[REHEARSAL_STEPS if measured_steps else 0 :])
-        self.balancer.partitioner = self.partitioner
+        busy = []
+        with self.balancer.equal_split():
+            while left > 0:  # an epoch with fewer steps is gone through again
+                steps = self.balancer.steps(self.train_batches.batches(0), 0, lookahead=0)
+                for images, labels in islice(steps, left):
+                    self._step(images, labels, scrap)
+                    left -= 1
+                steps.close()
+                busy.append(self.balancer.step_times().busy)
         self.module.load_state_dict(built)
         self.optimizer = build_optimizer(self.config, self.module)
         self.clocks = Clocks()
-        return workers.gather(np.array([busy]))[:, 0]
-
-    def _rehearsal(self, steps: int) -> Iterator[tuple[int, Batch]]:
-        """`steps` numbered batches of the planned epoch, which is gone through again if short."""
-        while steps > 0:
-            for step, batch in enumerate(islice(self.train_batches.batches(0), steps)):
-                steps -= 1
-                yield step, batch
+        measured, _ = typical(np.concatenate(busy)[-measured_steps or None :])
+        return self.workers.gather(np.array([measured]))[:, 0]
 
     # --- one epoch ---
 
     def run_epoch(self, epoch: int, console: Console) -> tuple[dict[str, Any], dict[str, Any]]:
         """Trains for one epoch, rebalances and evaluates; returns its record and step arrays."""
-        plan = self.balancer.plan_epoch(epoch)
-        rate = self._set_learning_rate(epoch)
-        before = self.clocks.train
+        rate, before = self._set_learning_rate(epoch), self.clocks.train
         with self.clocks.training():
-            metrics, times = self._train_epoch(epoch, console)
+            metrics = self._train_epoch(epoch, console)
             average_buffers(self.module, self.balancer.epoch_share())
-            typical_busy = self.balancer.rebalance(times)
         train, test = metrics.total(self.workers.sum), self._evaluate(epoch)
         self.next_epoch = epoch + 1
+        times = self.balancer.step_times()
         gathered = self.workers.gather(np.stack([getattr(times, name) for name in PHASES]))
         phases = dict(zip(PHASES, gathered.transpose(1, 2, 0)))
-        model, best = self.partitioner.time_model, self.partitioner.optimum()
-        record = epoch_record(plan, phases, typical_busy, model, best)
-        seconds = self.clocks.train - before
-        record |= {
+        plan, seconds = self.balancer.plan, self.clocks.train - before
+        record = epoch_record(plan, phases, self.balancer.busy, self.balancer.partitioner) | {
             "learning_rate": rate,
             **{f"train_{name}": value for name, value in train.items()},
             **{f"test_{name}": value for name, value in test.items()},
@@ -187,37 +194,28 @@ class Trainer:
         }
         return record, step_arrays(plan, phases)
 
-    def _train_epoch(self, epoch: int, console: Console) -> tuple[Metrics, StepTimes]:
+    def _train_epoch(self, epoch: int, console: Console) -> Metrics:
         self.module.train()
         # Dropout alone draws from PyTorch's own generator: a stream for each epoch and worker.
         key = np.random.SeedSequence(
             [_DROPOUT_STREAM, self.config.seed, epoch, self.workers.rank]
         )
         torch.manual_seed(int(key.generate_state(1)[0]))
-        metrics = Metrics(self.workers.device)
-        batches = console.steps(self.train_batches.batches(epoch), f"epoch {epoch + 1}")
-        self.clock.begin()
-        for step, (images, labels) in enumerate(batches):
-            delay = partial(self.stragglers.apply, self.clock, epoch, step)
-            self._step(step, images, labels, metrics, before_ready=delay)
-        return metrics, self.clock.read()
+        metrics, balancer = Metrics(self.workers.device), self.balancer
+        balancer.before_ready = lambda: self.stragglers.apply(
+            balancer.clock, epoch, balancer.next_step
+        )
+        batches = self.train_batches.batches(epoch)
+        steps = balancer.steps(batches, epoch, self.train_batches.lookahead)
+        for images, labels in console.steps(steps, f"epoch {epoch + 1}"):
+            self._step(images, labels, metrics)
+        return metrics
 
-    def _step(
-        self,
-        step: int,
-        images: Tensor,
-        labels: Tensor,
-        metrics: Metrics,
-        before_ready: Callable[[], None] | None,
-    ) -> None:
-        self.clock.mark("data")
-        outputs, loss = self._forward(self.exchange.model, images, labels)
-        metrics.add(outputs, labels, loss.detach())
-        self.clock.mark("forward")
-        self.exchange.backward(loss, self.balancer.weight(step), before_ready)
+    def _step(self, images: Tensor, labels: Tensor, metrics: Metrics) -> None:
+        outputs, loss = self.exchange.learn(images, labels)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.clock.mark("step")
+        metrics.add(outputs, labels, loss)
 
     @torch.no_grad()
     def _evaluate(self, epoch: int) -> dict[str, float | int]:
@@ -262,12 +260,13 @@ def train(launch: Launch, workers: Workers) -> None:
     prepared = workers.once_per_node(partial(prepare, config.data))
     data = open_data(config.data, config.seed, prepared)
     check_steps(config, len(data.train), workers.size)
-    trainer = Trainer(config, workers, data)
+    remember = partial(remember_cap, folder.path, workers.rank)
+    trainer = Trainer(config, workers, data, remember, _replay(config, workers))
     checkpoint = None
     if continued:
         content = workers.broadcast_bytes(folder.checkpoint_bytes())
         checkpoint = load_state(content, folder.path, workers.device)
-    trainer.start(checkpoint)
+    trainer.start(checkpoint, remembered_cap(folder.path, workers.rank) if continued else None)
     folder.records = workers.once(lambda: folder.keep_epochs(trainer.next_epoch))
     facts = _facts(trainer, data)
     folder.write_provenance(facts)
@@ -291,6 +290,15 @@ def _open_folder(launch: Launch, workers: Workers) -> tuple[RunFolder | NoFolder
         lambda: folder.open(config, workers.size, launch.resume, launch.overwrite)
     )
     return folder, continued
+
+
+def _replay(config: Config, workers: Workers) -> dict[int, np.ndarray] | None:
+    """By epoch, the batch sizes [steps, n] of the run that partition.replay names."""
+    path = config.partition.replay
+    if path is None:
+        return None
+    recorded = workers.once(lambda: batch_sizes_by_epoch(path))
+    return {epoch: np.array(sizes) for epoch, sizes in enumerate(recorded)}
 
 
 def _facts(trainer: Trainer, data: Data) -> dict[str, Any]:

@@ -1,14 +1,17 @@
-"""What a config asks to be trained: model, optimizer and partitioner, built from it."""
+"""What a config asks to be trained: model, optimizer and balancer, built from it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import numpy as np
 import torch
 from torch import nn
 
 import models
+from balancer import Balancer, Peers
 from configs.errors import UserError
 from configs.schema import Config
-from partitioner import Partitioner
 
 # Under bf16 the weights stay fp32: autocast rounds where it is safe.
 DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
@@ -37,15 +40,30 @@ def build_optimizer(config: Config, module: nn.Module) -> torch.optim.Optimizer:
     )
 
 
-def build_partitioner(config: Config, workers: int, policy: str | None = None) -> Partitioner:
-    """The config's partitioner; with `policy`, one that ignores the config's policy and shares."""
-    return Partitioner(
-        workers,
+def build_balancer(
+    config: Config,
+    size: int,
+    peers: Peers,
+    device: torch.device,
+    replay: Mapping[int, np.ndarray] | None = None,
+) -> Balancer:
+    """The config's balancer for `size` training samples; replay: recorded batch sizes by epoch."""
+    partition = config.partition
+    return Balancer(
+        size,
         config.batch_size,
-        policy=policy or config.partition.policy,
-        shares=None if policy else config.partition.shares,
-        min_batch=config.partition.min_batch,
-        max_batch=config.partition.max_batch,
+        # Where batch sizes are replayed, nothing is left to decide.
+        policy="equal" if partition.policy == "replay" else partition.policy,
+        shares=partition.shares,
+        min_batch=partition.min_batch,
+        max_batch=partition.max_batch,
+        min_gain=partition.min_gain,
+        every=partition.every,
+        gradient_weight=config.gradient_weight,
+        seed=config.seed,
+        device=device,
+        peers=peers,
+        replay=replay,
     )
 
 

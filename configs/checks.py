@@ -7,6 +7,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, NoReturn
 
 from configs.errors import UserError
+from configs.filling import show
 
 if TYPE_CHECKING:
     from configs.schema import Config, PartitionConfig, StragglerRule
@@ -64,19 +65,40 @@ def check_workers(config: Config, world_size: int) -> None:
             f"partition.shares has {len(shares)} entries but there {_are_workers(n)}: "
             f"give one share per worker, or start {_start(len(shares))}"
         )
-    needed = n * partition.min_batch
-    if config.batch_size < needed:
+    low, high = _each(partition, "min_batch", n), _each(partition, "max_batch", n)
+    if config.batch_size < sum(low):
         raise UserError(
             f"batch_size {config.batch_size} is too small: there {_are_workers(n)} with "
-            f"partition.min_batch {partition.min_batch}, so at least {needed} samples are needed"
+            f"partition.min_batch {show(partition.min_batch)}, so at least {sum(low)} samples "
+            "are needed"
         )
-    if partition.max_batch is not None and n * partition.max_batch < config.batch_size:
-        capacity = n * partition.max_batch
+    if high and sum(high) < config.batch_size:
         raise UserError(
-            f"partition.max_batch {partition.max_batch} lets {_workers(n)} take {capacity} "
-            f"samples, {config.batch_size - capacity} short of batch_size {config.batch_size}: "
-            f"raise partition.max_batch to at least {-(-config.batch_size // n)}"
+            f"partition.max_batch {show(partition.max_batch)} lets {_workers(n)} take {sum(high)} "
+            f"samples, {config.batch_size - sum(high)} short of batch_size {config.batch_size}: "
+            "raise partition.max_batch or lower batch_size"
         )
+    for rank, (least, most) in enumerate(zip(low, high)):
+        if least > most:
+            raise UserError(
+                f"rank {rank} has partition.min_batch {least} but partition.max_batch {most}: "
+                "lower the one or raise the other"
+            )
+
+
+def _each(partition: PartitionConfig, key: str, n: int) -> list[int]:
+    """The bound of each of n workers; none where there is no bound."""
+    bound = getattr(partition, key)
+    if bound is None:
+        return []
+    if isinstance(bound, int):
+        return [bound] * n
+    if len(bound) != n:
+        raise UserError(
+            f"partition.{key} has {len(bound)} entries but there {_are_workers(n)}: give one "
+            f"number for all or one per worker, or start {_start(len(bound))}"
+        )
+    return list(bound)
 
 
 def _check_partition(partition: PartitionConfig, where: str) -> None:
@@ -89,11 +111,14 @@ def _check_partition(partition: PartitionConfig, where: str) -> None:
             f"partition.shares needs partition.policy static or null, not {policy}:"
             " change the policy or set partition.shares to null",
         )
-    if partition.max_batch is not None and partition.min_batch > partition.max_batch:
+    if (policy == "replay") != (partition.replay is not None):
+        _fail(where, "partition.policy replay and partition.replay (a run's folder) go together")
+    low, high = partition.min_batch, partition.max_batch
+    if isinstance(low, int) and isinstance(high, int) and low > high:
         _fail(
             where,
-            f"partition.min_batch {partition.min_batch} is more than"
-            f" partition.max_batch {partition.max_batch}: lower the one or raise the other",
+            f"partition.min_batch {low} is more than"
+            f" partition.max_batch {high}: lower the one or raise the other",
         )
 
 

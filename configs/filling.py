@@ -156,21 +156,22 @@ class _Filler:
 
     def value(self, hint: Any, limits: Limits, value: object, name: str) -> Any:
         """Convert one value to its field's type."""
-        plain, nullable = _without_none(hint)
+        kinds, nullable = _without_none(hint)
         if value is None and nullable:
             return None
-        if dataclasses.is_dataclass(plain):
-            return self.section(plain, value, f"{name}.")
-        item = _item_type(plain)
+        if dataclasses.is_dataclass(kinds[0]):
+            return self.section(kinds[0], value, f"{name}.")
+        item = _item_type(hint)
         if item is not None and isinstance(value, (list, tuple)):
             self.check_length(hint, limits, value, name)
             items = enumerate(value)
             return tuple(self.value(item, limits, entry, f"{name}.{i}") for i, entry in items)
-        converted = None if item is not None else _converted(plain, limits, value)
-        if converted is None:
-            advice = _advice(plain, limits, value)
-            self.fail(f"{name} must be {_allowed(hint, limits)}, not {show(value)}{advice}")
-        return converted
+        for kind in kinds:
+            converted = _converted(kind, limits, value)
+            if converted is not None:
+                return converted
+        advice = _advice(kinds[0], limits, value)
+        self.fail(f"{name} must be {_allowed(hint, limits)}, not {show(value)}{advice}")
 
     def check_length(self, hint: Any, limits: Limits, value: Any, name: str) -> None:
         """Refuse a list with the wrong number of items."""
@@ -180,7 +181,9 @@ class _Filler:
 
 
 def _converted(kind: type, limits: Limits, value: object) -> Any:
-    """The value as `kind` within its limits, or None if it is not one."""
+    """The value as `kind` within its limits, or None if it is not one; lists are no scalars."""
+    if kind not in (bool, str, float, int):
+        return None
     if kind is bool:
         return value if isinstance(value, bool) else None
     if kind is str:
@@ -250,37 +253,40 @@ def _limits(field: dataclasses.Field) -> Limits:
     return field.metadata["limits"]
 
 
-def _without_none(hint: Any) -> tuple[Any, bool]:
-    """The type without `| None`, and whether None was allowed."""
-    if isinstance(hint, types.UnionType):
-        (plain,) = (part for part in typing.get_args(hint) if part is not types.NoneType)
-        return plain, True
-    return hint, False
+def _without_none(hint: Any) -> tuple[list[Any], bool]:
+    """The alternatives of a type but for None, and whether None is one."""
+    parts = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    return [part for part in parts if part is not types.NoneType], types.NoneType in parts
 
 
 def _item_type(hint: Any) -> Any:
-    """X for tuple[X, ...] (also with `| None`), else None."""
-    plain, _ = _without_none(hint)
-    return typing.get_args(plain)[0] if typing.get_origin(plain) is tuple else None
+    """X where tuple[X, ...] is the type or one of its alternatives, else None."""
+    kinds, _ = _without_none(hint)
+    lists = [kind for kind in kinds if typing.get_origin(kind) is tuple]
+    return typing.get_args(lists[0])[0] if lists else None
 
 
 def _allowed(hint: Any, limits: Limits) -> str:
     """The allowed values in words, e.g. `a number > 0 or null`."""
-    plain, nullable = _without_none(hint)
-    item = _item_type(plain)
+    kinds, nullable = _without_none(hint)
+    words = [_allowed_kind(kind, limits) for kind in kinds] + ["null"] * nullable
+    return ", or ".join(words)
+
+
+def _allowed_kind(kind: Any, limits: Limits) -> str:
+    """The allowed values of one of a field's alternatives, in words."""
+    item = _item_type(kind)
     if item is not None:
         count = f"{limits.length} " if limits.length else ""
         words = f"a {'non-empty ' if limits.nonempty else ''}list of {count}{_plural(item)}"
-        words = f"{words} {limits.bounds()}".rstrip()
-    elif limits.choices:
+        return f"{words} {limits.bounds()}".rstrip()
+    if kind is str and limits.choices:
         words = " or ".join((", ".join(limits.choices[:-1]), limits.choices[-1]))
-        words = words.removeprefix(" or ")
-    elif plain is str:
-        words = limits.pattern_meaning or "a non-empty text"
-    else:
-        singular = {bool: "true or false", int: "a whole number", float: "a number"}
-        words = f"{singular.get(plain, 'a mapping')} {limits.bounds()}".rstrip()
-    return f"{words}{', or null' if nullable else ''}"
+        return words.removeprefix(" or ")
+    if kind is str:
+        return limits.pattern_meaning or "a non-empty text"
+    singular = {bool: "true or false", int: "a whole number", float: "a number"}
+    return f"{singular.get(kind, 'a mapping')} {limits.bounds()}".rstrip()
 
 
 def _plural(item: Any) -> str:

@@ -126,8 +126,9 @@ class PartitionConfig:
 
     policy: str | None = setting(
         None,
-        "Equal shares, given shares, or shares that follow measured times; null: by algorithm.",
-        choices=("equal", "static", "proportional"),
+        "Equal, given, or by measured times: the paper's rule (proportional), the optimum of a"
+        " fitted time model (affine), or an earlier run's (replay); null: by algorithm.",
+        choices=("equal", "static", "proportional", "affine", "replay"),
     )
     shares: tuple[float, ...] | None = setting(
         None,
@@ -135,12 +136,32 @@ class PartitionConfig:
         above=0,
         nonempty=True,
     )
-    every: str = setting("epoch", "When shares may change.", choices=("epoch",))
-    min_batch: int = setting(
-        2, "Least samples per worker and step (BatchNorm needs 2).", at_least=1
+    every: str | int = setting(
+        "epoch",
+        "When shares may change: after each epoch, or each so many steps.",
+        choices=("epoch",),
+        at_least=1,
     )
-    max_batch: int | None = setting(
-        None, "Most samples per worker and step; null sets no cap.", at_least=1
+    min_batch: int | tuple[int, ...] = setting(
+        2,
+        "Least samples per step, of each worker or one by one (BatchNorm needs 2).",
+        at_least=1,
+        nonempty=True,
+    )
+    max_batch: int | tuple[int, ...] | None = setting(
+        None,
+        "Most samples per step, of each worker or one by one (memory); null sets no cap.",
+        at_least=1,
+        nonempty=True,
+    )
+    min_gain: float = setting(
+        0.01,
+        "For affine: least part of the step time that a move must promise to save.",
+        at_least=0,
+        below=1,
+    )
+    replay: str | None = setting(
+        None, "For replay: folder of the run whose batch sizes are taken, step by step."
     )
 
 

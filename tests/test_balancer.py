@@ -1,28 +1,24 @@
-"""Gradients, buffers and clocks of real gloo workers against one process."""
+"""Gradients, buffers, plans and clocks of real gloo workers against one process."""
 
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from processes import run_workers, values
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from balancer import (
-    EXCHANGES,
-    Balancer,
-    DdpExchange,
-    StepClock,
-    StepTimes,
-    average_buffers,
-    typical,
-)
+from balancer import Balancer, StepClock, average_buffers, broadcast_state, typical, wrap
 from cluster import join
-from partitioner import Partitioner, part
+from partitioner import PlanError, epoch_order, part
 
 SAMPLES, BATCH, EPOCHS = 46, 12, 2
+CPU = torch.device("cpu")
 
 
 def small_model(seed: int) -> nn.Module:
@@ -38,42 +34,69 @@ def small_data() -> tuple[torch.Tensor, torch.Tensor]:
     return x, torch.randint(0, 3, (SAMPLES,), generator=draw)
 
 
-def train_with_changing_shares(exchange_name: str, weight: str) -> list[float]:
-    """Every step of every epoch is split by other random shares; returns the final weights."""
+def loss_of(model: nn.Module, index: Any) -> torch.Tensor:
     x, y = small_data()
+    return nn.functional.cross_entropy(model(x[index]), y[index])
+
+
+def exchanged(balancer: Balancer, module: nn.Module, exchange: str) -> nn.Module:
+    """What the training step calls."""
+    if exchange == "flat":
+        broadcast_state(module)
+        return module
+    model = wrap(module)
+    balancer.attach(model)
+    return model
+
+
+def backward(balancer: Balancer, model: nn.Module, loss: torch.Tensor, exchange: str) -> None:
+    loss.backward()
+    if exchange == "flat":
+        balancer.reduce_flat(model.parameters())
+
+
+# --- gradients --------------------------------------------------------------------------------
+
+
+def train_with_changing_shares(exchange: str, parts: int) -> list[float]:
+    """Every step of every epoch is split by other random shares; returns the final weights.
+
+    parts: micro-batches that a step's samples are accumulated from.
+    """
     with join("gloo", "cpu", 1, 30.0) as workers:
-        module = small_model(seed=workers.rank)  # replicas must be made equal by the exchange
-        exchange = EXCHANGES[exchange_name](module, StepClock(workers.device))
+        module = small_model(seed=workers.rank)  # must be made equal
+        balancer = Balancer(SAMPLES, BATCH, "equal", seed=3, device=CPU)
+        model = exchanged(balancer, module, exchange)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, nesterov=True)
-        partitioner = Partitioner(workers.size, BATCH)
-        balancer = Balancer(partitioner, SAMPLES, 3, workers.rank, workers.gather, weight)
         draw = np.random.default_rng(11)
         for epoch in range(EPOCHS):
-            plan = balancer.plan_epoch(epoch)
-            for sizes in plan.batch_sizes:
+            for sizes in balancer.plan_epoch(epoch).batch_sizes:
                 chances = np.full(workers.size, 1 / workers.size)
                 sizes[:] = 1 + draw.multinomial(sizes.sum() - workers.size, chances)
-            for step, index in enumerate(balancer.sampler):
-                loss = nn.functional.cross_entropy(exchange.model(x[index]), y[index])
-                exchange.backward(loss, balancer.weight(step))
+            plan, planned = balancer.plan, balancer.plan_epoch
+            balancer.plan_epoch = lambda epoch: plan  # keep what was drawn above
+            for index in balancer.steps(balancer.sampler, epoch):
+                pieces = np.array_split(index, min(parts, len(index)))
+                for piece in pieces[:-1]:
+                    with model.no_sync():
+                        (loss_of(model, piece) * len(piece) / len(index)).backward()
+                last = loss_of(model, pieces[-1]) * len(pieces[-1]) / len(index)
+                backward(balancer, model, last, exchange)
                 optimizer.step()
                 optimizer.zero_grad()
+            balancer.plan_epoch = planned
         return torch.cat([p.detach().flatten() for p in module.parameters()]).tolist()
 
 
 def reference_trajectory() -> np.ndarray:
     """Plain SGD in one process, written without the project's pieces but for the epoch's order."""
-    from partitioner import epoch_order
-
-    x, y = small_data()
     module = small_model(seed=0)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, nesterov=True)
     for epoch in range(EPOCHS):
         order = epoch_order(SAMPLES, 3, epoch)
         for start in range(0, SAMPLES, BATCH):
-            index = order[start : start + BATCH]
             optimizer.zero_grad()
-            nn.functional.cross_entropy(module(x[index]), y[index]).backward()
+            loss_of(module, order[start : start + BATCH]).backward()
             optimizer.step()
     return torch.cat([p.detach().flatten() for p in module.parameters()]).numpy()
 
@@ -81,29 +104,33 @@ def reference_trajectory() -> np.ndarray:
 @pytest.mark.parametrize("exchange", ["ddp", "flat"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_weighting_by_share_follows_one_process_whatever_the_partition(tmp_path, exchange, size):
-    outcomes = run_workers(tmp_path, size, train_with_changing_shares, exchange, "share")
+    outcomes = run_workers(tmp_path, size, train_with_changing_shares, exchange, 1)
     for weights in values(outcomes):
         assert np.abs(np.array(weights) - reference_trajectory()).max() < 1e-9
 
 
-def gradients_once(exchange_name: str, weight: str) -> dict[str, list]:
-    x, y = small_data()
+@pytest.mark.parametrize("size", [1, 3])
+def test_accumulated_micro_batches_follow_it_too(tmp_path, size):
+    for weights in values(run_workers(tmp_path, size, train_with_changing_shares, "ddp", 3)):
+        assert np.abs(np.array(weights) - reference_trajectory()).max() < 1e-9
+
+
+def gradients_once(exchange: str, weight: str) -> dict[str, list]:
     with join("gloo", "cpu", 1, 30.0) as workers:
-        module = small_model(seed=0)
-        exchange = EXCHANGES[exchange_name](module, StepClock(workers.device))
-        partitioner = Partitioner(workers.size, BATCH, "static", range(1, workers.size + 1))
-        balancer = Balancer(partitioner, SAMPLES, 0, workers.rank, workers.gather, weight)
+        module, shares = small_model(seed=0), range(1, workers.size + 1)
+        balancer = Balancer(
+            SAMPLES, BATCH, "static", shares, gradient_weight=weight, device=CPU
+        )
+        model = exchanged(balancer, module, exchange)
         index = next(iter(balancer.sampler))
-        loss = nn.functional.cross_entropy(exchange.model(x[index]), y[index])
-        exchange.backward(loss, balancer.weight(0))
+        backward(balancer, model, loss_of(model, index), exchange)
         reduced = torch.cat([p.grad.flatten() for p in module.parameters()]).tolist()
-        return {"reduced": reduced, "index": index.tolist()}
+        return {"reduced": reduced, "index": index}
 
 
 def mean_gradient(index: list[int]) -> np.ndarray:
-    x, y = small_data()
     module = small_model(seed=0)
-    nn.functional.cross_entropy(module(x[index]), y[index]).backward()
+    loss_of(module, index).backward()
     return torch.cat([p.grad.flatten() for p in module.parameters()]).numpy()
 
 
@@ -142,10 +169,10 @@ def broadcast_batch_norm() -> list[float]:
         module = nn.BatchNorm1d(1)
         module.running_mean += workers.rank
         module.weight.data += workers.rank
-        exchange = DdpExchange(module, StepClock(workers.device))
+        model = wrap(module)
         equal_at_start = [float(module.running_mean), float(module.weight)]
-        exchange.model(torch.full((4, 1), float(workers.rank)))
-        exchange.model(torch.full((4, 1), float(workers.rank)))
+        model(torch.full((4, 1), float(workers.rank)))
+        model(torch.full((4, 1), float(workers.rank)))
         return equal_at_start + [float(module.running_mean)]
 
 
@@ -155,22 +182,20 @@ def test_buffers_are_broadcast_at_the_start_and_not_in_the_forward_pass(tmp_path
     assert (first[2], second[2]) == pytest.approx((0.0, 0.19))
 
 
-# --- busy time ----------------------------------------------------------------------------------
+# --- busy time --------------------------------------------------------------------------------
 
 
-def busy_times(exchange_name: str, sleeps: list[float]) -> dict[str, list[float]]:
-    x, y = small_data()
+def busy_times(exchange: str, sleeps: list[float]) -> dict[str, list[float]]:
     with join("gloo", "cpu", 1, 30.0) as workers:
-        module, clock = small_model(seed=0), StepClock(workers.device)
-        exchange = EXCHANGES[exchange_name](module, clock)
-        clock.begin()
-        for _ in range(6):
-            clock.mark("data")
-            loss = nn.functional.cross_entropy(exchange.model(x), y)
-            clock.mark("forward")
-            exchange.backward(loss, 0.5, lambda: clock.sleep(sleeps[workers.rank]))
-            clock.mark("step")
-        times = clock.read()
+        module = small_model(seed=0)
+        balancer = Balancer(SAMPLES, 8, "equal", device=CPU)
+        model = exchanged(balancer, module, exchange)
+        balancer.before_ready = lambda: balancer.clock.sleep(sleeps[workers.rank])
+        for index in balancer.steps(balancer.sampler, 0):
+            loss = loss_of(model, index)
+            balancer.clock.mark("forward")
+            backward(balancer, model, loss, exchange)
+        times = balancer.step_times()
         names = ("busy", "wait", "delay", "backward")
         return {name: getattr(times, name)[1:].tolist() for name in names}
 
@@ -182,16 +207,18 @@ def test_a_delay_lengthens_its_own_worker_s_busy_time_alone(tmp_path, exchange, 
     sleeps[delayed] = 0.15
     got = values(run_workers(tmp_path, 2, busy_times, exchange, sleeps))
     slow, fast = got[delayed], got[1 - delayed]
+    assert len(slow["busy"]) == 5
     assert min(slow["busy"]) >= 0.15 and np.median(slow["busy"]) < 0.25
     assert min(slow["delay"]) >= 0.15 and np.median(slow["backward"]) < 0.1
     assert np.median(fast["busy"]) < 0.1 and np.median(fast["delay"]) < 0.01
     assert np.median(fast["wait"]) > 0.05 and np.median(slow["wait"]) < 0.1
 
 
-def test_the_clock_books_each_part_of_a_step():
-    clock = StepClock(torch.device("cpu"))
-    clock.begin()
+@pytest.mark.parametrize("taken_after_each_step", [False, True])
+def test_the_clock_books_each_part_of_a_step(taken_after_each_step):
+    clock = StepClock(CPU)
     lengths = {"data": 0.02, "forward": 0.04, "ready": 0.06, "exchanged": 0.08, "step": 0.1}
+    parts = []
     for _ in range(2):
         for name, seconds in lengths.items():
             time.sleep(seconds)
@@ -199,7 +226,9 @@ def test_the_clock_books_each_part_of_a_step():
                 assert clock.busy_so_far() >= 0.12
                 clock.sleep(0.03)
             clock.mark(name)
-    times = clock.read()
+        if taken_after_each_step:
+            parts.append(clock.take())
+    times = type(parts[0]).joined(parts) if parts else clock.take()
     assert times.data == pytest.approx(0.02, abs=0.015)
     assert times.forward == pytest.approx(0.04, abs=0.015)
     assert times.backward == pytest.approx(0.06, abs=0.015)
@@ -209,59 +238,155 @@ def test_the_clock_books_each_part_of_a_step():
     assert times.busy == pytest.approx([0.15, 0.25], abs=0.03)
 
 
-def test_a_clock_without_steps_reads_empty():
-    assert StepClock(torch.device("cpu")).read().busy.shape == (0,)
+def test_an_unmarked_forward_pass_counts_as_backward():
+    clock = StepClock(CPU)
+    clock.mark("data")
+    time.sleep(0.05)
+    for name in ("ready", "exchanged", "step"):
+        clock.mark(name)
+    times = clock.take()
+    assert times.forward == [0.0] and times.backward > 0.04
 
 
-def test_a_single_spike_does_not_move_the_typical_time():
-    times = np.full(30, 0.1)
-    times[7] = 50.0
-    assert typical(times) == pytest.approx(0.1)
+def test_a_clock_without_whole_steps_reads_empty():
+    clock = StepClock(CPU)
+    clock.mark("data")
+    assert clock.take().busy.shape == (0,)
 
 
-# --- plans --------------------------------------------------------------------------------------
+def test_a_single_spike_moves_neither_the_typical_time_nor_its_error():
+    times = np.random.default_rng(0).normal(0.1, 0.005, 30)
+    spiked = times.copy()
+    spiked[7] = 50.0
+    assert typical(spiked)[0] == pytest.approx(typical(times)[0], rel=0.01)
+    assert typical(spiked)[1] == pytest.approx(typical(times)[1], rel=0.3)
 
 
-def alone(values_: np.ndarray) -> np.ndarray:
-    return values_[None]
+# --- plans ------------------------------------------------------------------------------------
 
 
-def test_a_plan_cannot_mistake_short_and_first_steps_for_clean_ones():
-    balancer = Balancer(Partitioner(1, 10), 65, 0, 0, alone)
-    assert balancer.plan.clean_steps().tolist() == [False] * 3 + [True] * 3 + [False]
-    short = Balancer(Partitioner(1, 10), 7, 0, 0, alone)
-    assert short.plan.clean_steps().tolist() == [True]
+def one_of(rank: int, size: int) -> SimpleNamespace:
+    """Peers of a worker that asks nobody."""
+    return SimpleNamespace(rank=rank, size=size, gather=lambda values: np.stack([values] * size))
+
+
+def lone(*arguments: Any, rank: int = 0, size: int = 1, **options: Any) -> Balancer:
+    return Balancer(*arguments, device=CPU, peers=one_of(rank, size), **options)
+
+
+def test_a_plan_cannot_mistake_short_first_and_replanned_steps_for_clean_ones():
+    assert lone(65, 10).plan.clean_steps().tolist() == [3, 4, 5]
+    assert lone(7, 10).plan.clean_steps().tolist() == [0]
+    plan = lone(400, 20, size=2).plan
+    plan.batch_sizes[10:] = [5, 15]
+    assert plan.clean_steps().tolist() == list(range(13, 20))
+    assert plan.clean_steps(0, 10).tolist() == list(range(3, 10))
+    assert plan.clean_steps(5, 15).tolist() == [12, 13, 14]
+    assert plan.changes() == [(0, [10, 10]), (10, [5, 15])]
 
 
 def test_a_left_out_batch_is_counted():
-    balancer = Balancer(Partitioner(1, 10, min_batch=4), 23, 0, 0, alone)
+    balancer = lone(23, 10, min_batch=4)
     assert (len(balancer.sampler), balancer.plan.left_out) == (2, 3)
 
 
-def plans_of_measured_times() -> list:
-    with join("gloo", "cpu", 1, 30.0) as workers:
-        partitioner = Partitioner(workers.size, 60)
-        balancer = Balancer(partitioner, 600, 0, workers.rank, workers.gather)
-        for epoch in range(4):
-            balancer.plan_epoch(epoch)
-            draw = np.random.default_rng([workers.rank, epoch])
-            zero = np.zeros(10)
-            times = StepTimes(*[zero] * 6, busy=draw.uniform(0.1, 0.2, 10) * (1 + workers.rank))
-            balancer.rebalance(times)
-        return [partitioner.batch_sizes.tolist(), partitioner.state_dict()]
-
-
-def test_all_workers_compute_the_same_plan(tmp_path):
-    first, *others = values(run_workers(tmp_path, 3, plans_of_measured_times))
-    assert all(other == first for other in others)
-    assert first[0][0] > first[0][1] > first[0][2]
-
-
 def test_the_sampler_gives_each_worker_its_part_of_the_global_batch():
-    whole = Balancer(Partitioner(1, 16), 50, 9, 0, alone)
+    whole = lone(50, 16, seed=9)
     parts = [
-        Balancer(Partitioner(3, 16, "static", [1, 2, 5]), 50, 9, rank, alone) for rank in range(3)
+        lone(50, 16, "static", [1, 2, 5], seed=9, rank=rank, size=3) for rank in range(3)
     ]
     for batch, *shards in zip(whole.sampler, *(balancer.sampler for balancer in parts)):
-        assert np.concatenate(shards).tolist() == batch.tolist()
+        assert sum(shards, []) == batch
     assert part(np.array([2, 4, 10]), 1) == slice(2, 6)
+
+
+def test_arguments_that_make_no_plan_are_refused():
+    for options in ({"every": 0}, {"every": "step"}, {"gradient_weight": "mean"}):
+        with pytest.raises(PlanError):
+            lone(10, 5, **options)
+
+
+def test_a_loader_without_the_sampler_is_noticed():
+    with pytest.raises(RuntimeError, match="batch_sampler"):
+        for _ in lone(10, 5).steps([[0]], 0):
+            pass
+
+
+class Recorded(TensorDataset):
+    pass
+
+
+def balanced_by(loader_workers: int, policy: str, every: Any) -> dict[str, Any]:
+    """Three epochs of a plain DDP script on a worker whose cost per sample depends on its rank."""
+    x, y = small_data()
+    x, y = x.repeat(20, 1), y.repeat(20)
+    with join("gloo", "cpu", 1, 60.0) as workers:
+        balancer = Balancer(len(x), 20, policy, every=every, device=CPU, seed=1)
+        loader = DataLoader(
+            Recorded(x, y), batch_sampler=balancer.sampler, num_workers=loader_workers
+        )
+        model = wrap(small_model(0))
+        balancer.attach(model)
+        plans, seen = [], []
+        for epoch in range(3):
+            for inputs, labels in balancer.steps(loader, epoch):
+                time.sleep(0.0004 * len(inputs) * (1 + 2 * workers.rank))
+                nn.functional.cross_entropy(model(inputs), labels).backward()
+                seen.append(len(inputs))
+            plans.append(balancer.plan.batch_sizes.tolist())
+        return {"plans": plans, "seen": seen, "state": balancer.state_dict()}
+
+
+@pytest.mark.parametrize(("loader_workers", "every"), [(0, "epoch"), (0, 10), (1, 10)])
+def test_a_plain_script_is_balanced_and_all_workers_agree(tmp_path, loader_workers, every):
+    arguments = (loader_workers, "affine", every)
+    first, second = values(run_workers(tmp_path, 2, balanced_by, *arguments, limit=90))
+    assert first["plans"] == second["plans"] and first["state"] == second["state"]
+    plans = np.concatenate(first["plans"])
+    # Booked is what was used: each worker really got the planned number of samples at each step.
+    assert [first["seen"], second["seen"]] == plans.T.tolist()
+    assert (plans.sum(1) == 20).all()
+    fast, slow = plans[-1]
+    assert fast > 1.8 * slow
+    if every == 10:
+        # Prefetching delays a plan by what the loader has drawn ahead: two batches per process.
+        change = int(np.flatnonzero((plans[1:] != plans[:-1]).any(1))[0]) + 1
+        assert change == 10 + 2 * loader_workers
+
+
+# --- state and replay ---------------------------------------------------------------------------
+
+
+def shards_of(balancer: Balancer, epoch: int, stop: int | None = None) -> list[list[int]]:
+    """Goes through an epoch, or its first `stop` steps, marking what the hook would."""
+    drawn = []
+    for index in balancer.steps(balancer.sampler, epoch):
+        balancer.clock.mark("ready")
+        balancer.clock.mark("exchanged")
+        drawn.append(index)
+        if stop is not None and len(drawn) == stop:
+            break
+    return drawn
+
+
+def test_state_goes_on_inside_an_epoch():
+    def fresh() -> Balancer:
+        return lone(100, 10, "static", [1, 3], rank=1, size=2, seed=4)
+
+    whole, before, after = fresh(), fresh(), fresh()
+    before.plan_epoch(1)
+    started = shards_of(before, 1, stop=4)
+    state = before.state_dict()
+    state["next_step"] = 4  # the fourth step was done when its batch was left
+    after.load_state_dict(state)
+    assert started + shards_of(after, 1) == shards_of(whole, 1)
+    assert shards_of(after, 2) == shards_of(whole, 2)
+
+
+def test_replay_takes_the_recorded_sizes_and_refuses_others():
+    recorded = np.array([[3, 7], [4, 6], [1, 9]])
+    balancer = lone(30, 10, "equal", size=2, replay={0: recorded, 1: recorded[:2]})
+    assert (balancer.plan.batch_sizes == recorded).all()
+    for epoch in (1, 2):
+        with pytest.raises(PlanError, match="replay"):
+            balancer.plan_epoch(epoch)

@@ -38,7 +38,7 @@ data.cache data.subset data.test_subset data.image_size data.mean data.std data.
 data.flip data.placement data.memory_limit_gib data.loader_workers data.train_samples
 data.test_samples optimizer.lr optimizer.momentum optimizer.nesterov optimizer.weight_decay
 schedule.kind partition.policy partition.shares partition.every partition.min_batch
-partition.max_batch stragglers.N.ranks stragglers.N.kind stragglers.N.seconds
+partition.max_batch partition.min_gain partition.replay stragglers.N.ranks stragglers.N.kind stragglers.N.seconds
 stragglers.N.fraction stragglers.N.shape stragglers.N.scale stragglers.N.factor
 stragglers.N.first_epoch stragglers.N.last_epoch
 """.split()
@@ -54,7 +54,8 @@ data: {name: cifar10, root: data, cache: data/cache, subset: null, test_subset: 
        memory_limit_gib: 4.0, loader_workers: 2, train_samples: 4096, test_samples: 1024}
 optimizer: {lr: 0.1, momentum: 0.9, nesterov: true, weight_decay: 0.0005}
 schedule: {kind: cosine}
-partition: {policy: null, shares: null, every: epoch, min_batch: 2, max_batch: null}
+partition: {policy: null, shares: null, every: epoch, min_batch: 2, max_batch: null,
+  min_gain: 0.01, replay: null}
 gradient_weight: null
 stragglers: []
 exchange: ddp
@@ -154,7 +155,14 @@ BAD = [
     ("data: {image_size: [32, 32]}", ["data.image_size", "whole number"]),
     ("data: {placement: ram}", ["data.placement", "auto, memory or loader"]),
     ("data: {loader_workers: -1}", ["data.loader_workers", ">= 0"]),
-    ("partition: {every: 10}", ["partition.every", "epoch"]),
+    ("partition: {every: 0}", ["partition.every", "epoch", "whole number >= 1"]),
+    ("partition: {every: step}", ["partition.every", "epoch", "whole number >= 1"]),
+    ("partition: {every: true}", ["partition.every"]),
+    ("partition: {max_batch: [8, 0]}", ["partition.max_batch.1"]),
+    ("partition: {max_batch: []}", ["partition.max_batch", "non-empty list"]),
+    ("partition: {min_gain: 1}", ["partition.min_gain", "< 1"]),
+    ("partition: {policy: replay}", ["partition.replay"]),
+    ("partition: {policy: affine, replay: runs/x}", ["partition.replay"]),
     ("partition: {policy: static}", ["partition.policy", "partition.shares"]),
     ("partition: {policy: equal, shares: [1, 1]}", ["partition.shares", "static", "equal"]),
     ("partition: {shares: []}", ["partition.shares", "non-empty list"]),
@@ -257,8 +265,11 @@ def test_the_algorithm_fills_in_what_is_null(algorithm, policy, weight):
          ["stragglers.1.ranks", "rank 3", "3 workers", "ranks 0 to 2", "--nproc_per_node=4"]),
         ("partition: {shares: [1, 1, 1]}", 2, ["partition.shares", "3", "2 workers"]),
         ("batch_size: 5", 3, ["batch_size 5", "at least 6"]),
-        ("partition: {max_batch: 100}", 2, ["partition.max_batch", "200", "56", "128"]),
-        ("{batch_size: 10, partition: {max_batch: 3}}", 3, ["9", "1 short", "at least 4"]),
+        ("partition: {max_batch: 100}", 2, ["partition.max_batch", "200", "56 short"]),
+        ("{batch_size: 10, partition: {max_batch: 3}}", 3, ["9", "1 short"]),
+        ("partition: {max_batch: [200, 50]}", 2, ["[200, 50]", "6 short"]),
+        ("partition: {max_batch: [200, 100]}", 3, ["partition.max_batch", "2 entries"]),
+        ("partition: {min_batch: [2, 9], max_batch: [300, 8]}", 2, ["rank 1", "9", "8"]),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_the_number_of_workers(text, world_size, parts):
