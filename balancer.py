@@ -4,7 +4,7 @@ In any DistributedDataParallel script:
 
     balancer = Balancer(len(dataset), batch_size=256)           # all workers' samples of a step
     loader = DataLoader(dataset, batch_sampler=balancer.sampler)
-    model = DistributedDataParallel(model, broadcast_buffers=False)
+    model = wrap(model)                                         # DistributedDataParallel
     balancer.attach(model)                                      # weights the gradients by share
     for epoch in range(epochs):
         for inputs, labels in balancer.steps(loader, epoch):    # measures, and moves the shares
