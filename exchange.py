@@ -9,8 +9,7 @@ for a smaller batch from the next rebalance on.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +43,6 @@ class Exchange(ABC):
     ) -> None:
         self._module, self._balancer = module, balancer
         self._forward, self._remember = forward, remember
-        self._in_last_backward = False
 
     def learn(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Leaves the summed gradient in the module; returns outputs [b, classes] and mean loss.
@@ -55,40 +53,48 @@ class Exchange(ABC):
         parts = -(-len(images) // max(1, self._balancer.cap))
         while True:
             try:
-                return self._accumulate(images, labels, parts)
+                return self._learn_in(parts, images, labels)
             except torch.OutOfMemoryError as error:
                 reason = " ".join(str(error).split())
             # Only here, as the exception kept what had filled the memory.
             parts = self._more_parts(len(images), parts, reason)
 
     @abstractmethod
-    def _only_adding_up(self) -> AbstractContextManager:
-        """Within it, a backward pass adds to the gradients and sends nothing."""
+    def _hand_over(self, gradients: Sequence[Tensor], image: Tensor) -> None:
+        """Exchanges ready gradients, one for each parameter; image: one sample [1, …]."""
 
-    @abstractmethod
     def _finish(self) -> None:
-        """Waits for the sum, or makes it."""
+        """Makes the sum after the backward pass, where it is not made during it."""
 
-    @abstractmethod
     def _may_repeat(self) -> bool:
         """Whether a step that was broken off can be done again: no gradient has left."""
+        return True
 
-    def _accumulate(self, images: Tensor, labels: Tensor, parts: int) -> tuple[Tensor, Tensor]:
-        self._in_last_backward = False
-        pieces = list(zip(images.chunk(parts), labels.chunk(parts)))
-        outputs, total = [], torch.zeros((), device=images.device, dtype=torch.float64)
-        for number, (inputs, targets) in enumerate(pieces, 1):
-            last = number == len(pieces)
-            with nullcontext() if last else self._only_adding_up():
-                guesses, loss = self._forward(self.model, inputs, targets)
-                if last:
-                    self._balancer.clock.mark("forward")
-                scaled = loss * (len(inputs) / len(images))
-                self._in_last_backward = last
-                scaled.backward()
-            outputs.append(guesses.detach())
-            total += scaled.detach()
+    def _learn_in(self, parts: int, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        if parts > 1:
+            return self._learn_in_parts(parts, images, labels)
+        outputs, loss = self._forward(self.model, images, labels)
+        self._balancer.clock.mark("forward")
+        loss.backward()
         self._finish()
+        return outputs.detach(), loss.detach()
+
+    def _learn_in_parts(self, parts: int, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The same gradient from micro-batches, made apart from the exchange and then handed over.
+
+        Under DDP a backward pass that had been begun could not be done again.
+        """
+        parameters = [p for p in self._module.parameters() if p.requires_grad]
+        gradients = [torch.zeros_like(parameter) for parameter in parameters]
+        outputs, total = [], torch.zeros((), device=images.device, dtype=torch.float64)
+        for inputs, targets in zip(images.chunk(parts), labels.chunk(parts)):
+            guesses, loss = self._forward(self._module, inputs, targets)
+            loss = loss * (len(inputs) / len(images))
+            for gradient, more in zip(gradients, torch.autograd.grad(loss, parameters)):
+                gradient += more
+            outputs.append(guesses.detach())
+            total += loss.detach()
+        self._hand_over(gradients, images[:1])
         return torch.cat(outputs), total
 
     def _more_parts(self, samples: int, parts: int, reason: str) -> int:
@@ -97,8 +103,8 @@ class Exchange(ABC):
             self._remember(cap)
             raise UserError(
                 f"out of memory with {samples} samples at step {self._balancer.next_step}, and "
-                f"this step cannot be repeated ({reason}): start again to "
-                f"continue with at most {cap} on this rank, or set partition.max_batch"
+                f"this step cannot be repeated ({reason}): start again to continue with at most "
+                f"{cap} on this rank, or set partition.max_batch"
             )
         self._balancer.announce_cap(cap)
         self._module.zero_grad()
@@ -115,15 +121,18 @@ class DdpExchange(Exchange):
         self.model = wrap(module)
         balancer.attach(self.model)
 
-    def _only_adding_up(self) -> AbstractContextManager:
-        return self.model.no_sync()
-
-    def _finish(self) -> None:
-        pass
+    def _hand_over(self, gradients: Sequence[Tensor], image: Tensor) -> None:
+        # A forward pass makes DDP ready to send. In evaluation mode it leaves no other trace.
+        self._module.eval()
+        self.model(image)
+        self._module.train()
+        parameters = [p for p in self._module.parameters() if p.requires_grad]
+        # The gradient of this sum is `gradients`: DDP's hooks see them come, bucket by bucket.
+        torch.autograd.backward(parameters, gradients)
 
     def _may_repeat(self) -> bool:
-        # A backward pass that is broken off leaves DDP's own counts half-way, sent or not.
-        return self._balancer.buckets_sent == 0 and not self._in_last_backward
+        # DDP counts gradients as they come; a count that has begun cannot be taken back.
+        return all(parameter.grad is None for parameter in self._module.parameters())
 
 
 class FlatExchange(Exchange):
@@ -134,14 +143,14 @@ class FlatExchange(Exchange):
         broadcast_state(module)
         self.model = module
 
-    def _only_adding_up(self) -> AbstractContextManager:
-        return nullcontext()
+    def _hand_over(self, gradients: Sequence[Tensor], image: Tensor) -> None:
+        parameters = (p for p in self._module.parameters() if p.requires_grad)
+        for parameter, gradient in zip(parameters, gradients):
+            parameter.grad = gradient
+        self._finish()
 
     def _finish(self) -> None:
         self._balancer.reduce_flat(self._module.parameters())
-
-    def _may_repeat(self) -> bool:
-        return True
 
 
 EXCHANGES = {"ddp": DdpExchange, "flat": FlatExchange}

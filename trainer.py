@@ -266,7 +266,7 @@ def train(launch: Launch, workers: Workers) -> None:
     if continued:
         content = workers.broadcast_bytes(folder.checkpoint_bytes())
         checkpoint = load_state(content, folder.path, workers.device)
-    trainer.start(checkpoint, remembered_cap(folder.path, workers.rank) if continued else None)
+    trainer.start(checkpoint, remembered_cap(folder.path, workers.rank))
     folder.records = workers.once(lambda: folder.keep_epochs(trainer.next_epoch))
     facts = _facts(trainer, data)
     folder.write_provenance(facts)

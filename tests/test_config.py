@@ -38,7 +38,8 @@ data.cache data.subset data.test_subset data.image_size data.mean data.std data.
 data.flip data.placement data.memory_limit_gib data.loader_workers data.train_samples
 data.test_samples optimizer.lr optimizer.momentum optimizer.nesterov optimizer.weight_decay
 schedule.kind partition.policy partition.shares partition.every partition.min_batch
-partition.max_batch partition.min_gain partition.replay stragglers.N.ranks stragglers.N.kind stragglers.N.seconds
+partition.max_batch partition.min_gain partition.replay
+stragglers.N.ranks stragglers.N.kind stragglers.N.seconds
 stragglers.N.fraction stragglers.N.shape stragglers.N.scale stragglers.N.factor
 stragglers.N.first_epoch stragglers.N.last_epoch
 """.split()
