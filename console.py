@@ -97,12 +97,25 @@ def summary(records: Sequence[Mapping[str, Any]], devices: Sequence[str]) -> str
     ]
     best = max(record["test_top1"] for record in records)
     lines = [f"last epoch, milliseconds per step{_optimum(last)}", *table([head, *rows])]
+    lines += _better_without(last)
     lines.append(
         f"test top-1 {100 * last['test_top1']:.2f} % (best epoch {100 * best:.2f} %), "
         f"top-5 {100 * last['test_top5']:.2f} %, loss {last['test_loss']:.4f}; "
         f"{last['train_seconds']:.1f} s of training, {last['total_seconds']:.1f} s with evaluation"
     )
     return "\n".join(lines)
+
+
+def _better_without(record: Mapping[str, Any]) -> list[str]:
+    without, best = record["better_without"], record["optimum"]
+    if without is None:
+        return []
+    ranks = ", ".join(map(str, without["ranks"]))
+    return [
+        f"worker {ranks} sets the pace with the least batch it may have: without it a step would "
+        f"take {1000 * without['seconds']:.2f} ms instead of {1000 * best:.2f}, "
+        f"{best / without['seconds']:.2f} times as fast"
+    ]
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:

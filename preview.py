@@ -38,7 +38,7 @@ def preview(launch: Launch, workers: Workers) -> str:
         f"workers: {workers.size} ({workers.backend}): {', '.join(devices)}",
         f"steps per epoch: {len(balancer.sampler)}, {data.train_samples:,} samples"
         + _last_batch(balancer, config),
-        f"first plan: batch sizes {_numbers(balancer.partitioner.batch_sizes)}",
+        f"first plan: batch sizes {_first_plan(balancer, config)}",
         f"all-reduce: {gradient_bytes(module):,} bytes per step and worker",
         "learning rate by epoch:",
         *_rates(config),
@@ -52,6 +52,12 @@ def _last_batch(balancer: Balancer, config: Config) -> str:
         return f" (a last batch of {balancer.plan.left_out} is too small and left out)"
     last = balancer.plan.batch_sizes[-1]
     return "" if last.sum() == config.batch_size else f" (last batch: {_numbers(last)})"
+
+
+def _first_plan(balancer: Balancer, config: Config) -> str:
+    if config.partition.replay is not None:
+        return f"of {config.partition.replay}"
+    return _numbers(balancer.partitioner.batch_sizes)
 
 
 def _rates(config: Config) -> list[str]:
