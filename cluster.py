@@ -211,9 +211,12 @@ def _number(variable: str, fallback: int | None = None) -> int:
     if text is None and fallback is not None:
         return fallback
     try:
-        return int(text)
+        number = int(text)
     except (TypeError, ValueError):
-        raise UserError(f"the environment's {variable} must be a whole number, not {text!r}")
+        number = -1
+    if number < (1 if "SIZE" in variable else 0):
+        raise UserError(f"the environment's {variable} is no number of workers or ranks: {text!r}")
+    return number
 
 
 def _device_kind(device: str | None) -> str:

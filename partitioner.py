@@ -20,7 +20,6 @@ POLICIES = ("equal", "static", "proportional", "affine")
 
 # Names the random stream of the epoch order, so that no other consumer of the same seed shares it.
 _ORDER_STREAM = 0x0DE5
-_BISECTIONS = 200
 
 
 class PlanError(ValueError):
@@ -112,7 +111,8 @@ def optimum(
 
     Rounds the continuous solution down, then gives each left-over sample to the worker whose time
     with it is least, which is optimal because times only grow with b. Handing out one by one is
-    done at once for all: by bisection for the time at which the samples run out.
+    done at once for all: by bisection for the time at which the samples run out, until nobody gets
+    more than one of those that are left.
     """
     _check_bounds(total, minimum, maximum)
     level = water_level(a, d, total, minimum, maximum)
@@ -121,12 +121,14 @@ def optimum(
         return np.clip(np.floor((time - d) / a), minimum, maximum)
 
     low, high = level - 1e-12 * abs(level), level + float(a.max()) * (1 + 1e-9)
-    for _ in range(_BISECTIONS):
-        middle = 0.5 * (low + high)
-        if not low < middle < high:
-            break
-        low, high = (middle, high) if sizes_at(middle).sum() <= total else (low, middle)
-    sizes = sizes_at(low).astype(np.int64)
+    sizes, more = sizes_at(low), sizes_at(high)
+    while (more - sizes).max() > 1 and low < (middle := 0.5 * (low + high)) < high:
+        between = sizes_at(middle)
+        if between.sum() <= total:
+            low, sizes = middle, between
+        else:
+            high, more = middle, between
+    sizes = sizes.astype(np.int64)
     next_times = np.where(sizes < maximum, d + a * (sizes + 1), np.inf)
     left_over = total - int(sizes.sum())
     sizes[np.argsort(next_times, kind="stable")[:left_over]] += 1
@@ -157,10 +159,12 @@ class TimeModel:
     differed, the noise in its times would otherwise give any slope at all. Older measurements count
     less and less. A worker whose newest time is far from what its earlier ones predict has changed
     its speed: its earlier measurements are dropped.
+
+    All that is kept of the measurements are each worker's weighted means and sums of squares and
+    products about them, brought up to date one by one (West, Comm. ACM 22(9), 1979).
     """
 
     FORGETTING = 0.95  # weight of a measurement against the one after it
-    KEPT = 128  # measurements after which nothing is left of the weight
     PRIOR_ELASTICITY, PRIOR_DEVIATION = 0.8, 0.2
     LEAST_ELASTICITY = 0.02  # keeps a above 0
     LEAST_ERROR = 0.003  # relative: busy time is only close to affine
@@ -169,10 +173,10 @@ class TimeModel:
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
-        # One row per rebalance: batch sizes, seconds, weights (1 / relative error^2; 0: dropped).
-        self._sizes = np.zeros((0, workers))
-        self._times = np.zeros((0, workers))
-        self._weights = np.zeros((0, workers))
+        # Sum of the weights (1 / relative error^2), weighted means of batch sizes and seconds, and
+        # the weighted sums of squares (sizes) and products (sizes, seconds) about these means.
+        self._weight, self._size, self._time = np.zeros((3, workers))
+        self._squares, self._products = np.zeros((2, workers))
         self._least = np.full(workers, np.inf)
         self._most = np.zeros(workers)
 
@@ -195,46 +199,39 @@ class TimeModel:
         errors = self.UNKNOWN_ERROR * times if errors is None else np.asarray(errors, float)
         relative = np.maximum(errors / times, self.LEAST_ERROR)
         changed = self._changed(sizes, times, relative)
-        self._weights[:, changed] = 0.0
         self._least = np.minimum(np.where(changed, np.inf, self._least), sizes)
         self._most = np.maximum(np.where(changed, 0.0, self._most), sizes)
-        self._weights *= self.FORGETTING
-        self._sizes = np.vstack([self._sizes, sizes])[-self.KEPT :]
-        self._times = np.vstack([self._times, times])[-self.KEPT :]
-        self._weights = np.vstack([self._weights, relative**-2.0])[-self.KEPT :]
+        kept = np.where(changed, 0.0, self.FORGETTING)
+        new, old = relative**-2.0, kept * self._weight
+        self._weight = old + new
+        size, time, gain = sizes - self._size, times - self._time, new / self._weight
+        self._squares = kept * self._squares + old * gain * size * size
+        self._products = kept * self._products + old * gain * size * time
+        self._size, self._time = self._size + gain * size, self._time + gain * time
 
     def fit(self) -> tuple[np.ndarray, np.ndarray] | None:
         """(a, d): float64 [n] each, seconds per sample and seconds; None before any measurement.
 
         While `known` is false, a worker's d rests on the other workers' or on the prior alone.
         """
-        if not len(self._sizes):
+        if not self._weight.any():
             return None
-        size, time, _ = self._means()
-        elasticity, _ = self._elasticity(size, time)
-        return elasticity * time / size, (1.0 - elasticity) * time
+        elasticity, _ = self._elasticity()
+        return elasticity * self._time / self._size, (1.0 - elasticity) * self._time
 
     def state_dict(self) -> dict[str, list]:
         return {name: getattr(self, f"_{name}").tolist() for name in self._STATE}
 
     def load_state_dict(self, state: dict[str, list]) -> None:
         for name in self._STATE:
-            array = np.array(state[name], dtype=np.float64)
-            shape = (-1, self._workers) if name in ("sizes", "times", "weights") else (-1,)
-            setattr(self, f"_{name}", array.reshape(shape))
+            setattr(self, f"_{name}", np.array(state[name], dtype=np.float64))
 
-    _STATE = ("sizes", "times", "weights", "least", "most")
+    _STATE = ("weight", "size", "time", "squares", "products", "least", "most")
 
-    def _means(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Weighted means of the batch sizes and the times, and the sum of weights: [n] each."""
-        total = self._weights.sum(0)
-        size = (self._weights * self._sizes).sum(0) / total
-        return size, (self._weights * self._times).sum(0) / total, total
-
-    def _elasticity(self, size: np.ndarray, time: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _elasticity(self) -> tuple[np.ndarray, np.ndarray]:
         """Posterior mean and variance of each worker's elasticity: [n] each."""
-        x, y = self._sizes / size - 1.0, self._times / time - 1.0
-        xx, xy = (self._weights * x * x).sum(0), (self._weights * x * y).sum(0)
+        xx = self._squares / self._size**2
+        xy = self._products / (self._size * self._time)
         prior = self.PRIOR_DEVIATION**-2.0
         # What all workers say together says where a single one is likely to lie.
         common = (prior * self.PRIOR_ELASTICITY + xy.sum()) / (prior + xx.sum())
@@ -244,14 +241,15 @@ class TimeModel:
 
     def _changed(self, sizes: np.ndarray, times: np.ndarray, relative: np.ndarray) -> np.ndarray:
         """Workers (bool [n]) whose newest time is not explained by the earlier ones and noise."""
-        if not len(self._sizes):
+        if not self._weight.any():
             return np.zeros(self._workers, dtype=bool)
-        size, time, total = self._means()
-        elasticity, variance = self._elasticity(size, time)
+        elasticity, variance = self._elasticity()
         margin = self.SIGMAS * np.sqrt(variance)
         possible = np.clip([elasticity - margin, elasticity + margin], 0.0, 1.0)
-        expected = time * (1.0 + possible * (sizes / size - 1.0))
-        tolerance = np.maximum(self.CHANGE, self.SIGMAS * np.sqrt(relative**2 + 1.0 / total))
+        expected = self._time * (1.0 + possible * (sizes / self._size - 1.0))
+        tolerance = np.maximum(
+            self.CHANGE, self.SIGMAS * np.sqrt(relative**2 + 1.0 / self._weight)
+        )
         too_fast = times < expected.min(0) * (1.0 - tolerance)
         return too_fast | (times > expected.max(0) * (1.0 + tolerance))
 
@@ -442,7 +440,8 @@ def _check_positive(values: Sequence[float], workers: int, what: str) -> np.ndar
     array = np.asarray(values, dtype=np.float64)
     if array.shape != (workers,):
         raise PlanError(f"{workers} workers need {workers} {what}s, not {array.size}")
-    for rank, value in enumerate(array):
-        if not (np.isfinite(value) and value > 0):
-            raise PlanError(f"the {what} of rank {rank} must be a positive number, not {value}")
+    wrong = np.flatnonzero(~(np.isfinite(array) & (array > 0)))
+    if len(wrong):
+        rank = int(wrong[0])
+        raise PlanError(f"the {what} of rank {rank} must be a positive number, not {array[rank]}")
     return array

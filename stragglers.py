@@ -42,12 +42,14 @@ class Stragglers:
         self._calibrated = dict(calibrated or {})
 
     def apply(self, clock: Clock, epoch: int, step: int) -> None:
-        """Sleeps for all rules in force at this step, one after the other."""
-        for index, rule in self._rules:
-            if rule.first_epoch <= epoch and (rule.last_epoch is None or epoch <= rule.last_epoch):
-                seconds = self._seconds(index, rule, epoch, step, clock.busy_so_far)
-                if seconds > 0:
-                    clock.sleep(seconds)
+        """Sleeps for all rules in force at this step together: none adds to another's busy time."""
+        seconds = sum(
+            self._seconds(index, rule, epoch, step, clock.busy_so_far)
+            for index, rule in self._rules
+            if rule.first_epoch <= epoch and (rule.last_epoch is None or epoch <= rule.last_epoch)
+        )
+        if seconds > 0:
+            clock.sleep(seconds)
 
     def _seconds(
         self, index: int, rule: StragglerRule, epoch: int, step: int, busy: Callable[[], float]

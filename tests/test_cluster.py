@@ -209,9 +209,10 @@ def start() -> Iterator[Any]:
 
     def started(environment: dict[str, str]) -> int:
         processes.append(
-            subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE,
-                             env=environment)
+            subprocess.Popen([sys.executable, "-S", "-c", "print(flush=True); input()"],
+                             stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
         )  # fmt: skip
+        processes[-1].stdout.readline()  # it runs: the environment is its own by now
         return processes[-1].pid
 
     yield started

@@ -69,13 +69,15 @@ def test_draws_depend_on_seed_rule_rank_epoch_and_step_and_on_nothing_else():
     assert delays([GAMMA], STEPS[200:400]) == alone[200:]
     assert delays([GAMMA], STEPS[399::-1]) == alone[::-1]
     assert delays([GAMMA, EXPONENTIAL], STEPS[:9]) != alone[:9]
-    assert [both[0] for both in delays([GAMMA, EXPONENTIAL], STEPS[:9])] == [
-        one[0] for one in alone[:9]
-    ]
+    # A rule of another rank keeps the second rule's number and draws nothing here.
+    absent = StragglerRule(ranks=(5,), kind="constant", seconds=1.0)
+    second = delays([absent, EXPONENTIAL], STEPS[:9])
+    added = [[gamma[0] + other[0]] for gamma, other in zip(alone, second)]
+    assert delays([GAMMA, EXPONENTIAL], STEPS[:9]) == added
     others = [
         delays([GAMMA], STEPS[:400], rank=1),
         delays([GAMMA], STEPS[:400], seed=43),
-        [both[1:] for both in delays([EXPONENTIAL, GAMMA], STEPS[:400])],
+        delays([absent, GAMMA], STEPS[:400]),
     ]
     drawn = [alone, *others]
     assert len({tuple(slept) for one in drawn for slept in one}) == 4 * 400
@@ -95,10 +97,13 @@ def test_each_kind_says_how_long():
         StragglerRule(ranks=(0,), kind="constant", fraction=0.9),
         StragglerRule(ranks=(1,), kind="constant", seconds=7.0),
     ]
-    assert delays(rules, [(0, 0)], calibrated={1: 0.25}) == [[0.5, 0.25]]
+    assert delays(rules, [(0, 0)], calibrated={1: 0.25}) == [[0.75]]
     slowdown = StragglerRule(ranks=(0,), kind="slowdown", factor=3.0)
     # Busy for 2 s; three times as long is 4 s more.
     assert delays([slowdown], [(0, 0)]) == [[4.0]]
+    # Another rule's delay is no work, in whichever order they stand.
+    assert delays([rules[0], slowdown], [(0, 0)]) == [[4.5]]
+    assert delays([slowdown, rules[0]], [(0, 0)]) == [[4.5]]
     still = StragglerRule(ranks=(0,), kind="slowdown", factor=1.0)
     assert delays([still], [(0, 0)]) == [[]]
 
