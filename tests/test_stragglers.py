@@ -130,10 +130,10 @@ def test_calibration_multiplies_each_worker_s_own_time():
 
 # In turn: worker 0 sleeps, worker 1 does at random, worker 1 takes longer, nobody is delayed.
 RULES = [
-    {"ranks": [0], "kind": "constant", "seconds": 0.1, "last_epoch": 0},
-    {"ranks": [1], "kind": "gamma", "shape": 25.0, "scale": 0.004, "first_epoch": 1,
+    {"ranks": [0], "kind": "constant", "seconds": 0.4, "last_epoch": 0},
+    {"ranks": [1], "kind": "gamma", "shape": 25.0, "scale": 0.016, "first_epoch": 1,
      "last_epoch": 1},
-    {"ranks": [1], "kind": "slowdown", "factor": 3.0, "first_epoch": 2, "last_epoch": 2},
+    {"ranks": [1], "kind": "slowdown", "factor": 12.0, "first_epoch": 2, "last_epoch": 2},
 ]  # fmt: skip
 OPTIONS: dict[str, Any] = {
     "algorithm": "sync-sgd", "epochs": 4, "batch_size": 16, "data__train_samples": 96,
@@ -143,7 +143,10 @@ OPTIONS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def delayed(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Of 2 ms of work per sample, so of 16 ms per step and worker, and of RULES."""
+    """Of 2 ms of work per sample, so of 16 ms per step and worker, and of RULES.
+
+    The delays are many times that: a machine that is busy with others may double the work.
+    """
     folder = tmp_path_factory.mktemp("delayed")
     return train(folder, 2, target=work_per_sample, before=(0.002,), stragglers=RULES, **OPTIONS)
 
@@ -157,9 +160,9 @@ def test_a_delay_lengthens_the_busy_time_of_its_worker_alone(delayed):
         assert busy[rank] > 1.5 * busy[1 - rank]
         # The others wait for it, about as long as it is delayed.
         assert wait[1 - rank] > 0.5 * (busy[rank] - busy[1 - rank])
-    assert delayed.epochs[0]["phases"]["delay"][0] >= 0.1
-    # 0.1 s on average, the half of it hardly ever: 5 standard deviations are 0.1 * 5 / 25 ** 0.5.
-    assert delayed.epochs[1]["phases"]["delay"][1] > 0.05
+    assert delayed.epochs[0]["phases"]["delay"][0] >= 0.4
+    # 0.4 s on average, the half of it hardly ever: 2.5 standard deviations of a single draw.
+    assert delayed.epochs[1]["phases"]["delay"][1] > 0.2
     assert delayed.epochs[3]["phases"]["delay"] == [0, 0]
 
 
@@ -169,7 +172,7 @@ def test_a_slowdown_is_a_multiple_of_the_step_s_own_work(delayed):
     phases = delayed.epochs[2]["phases"]
     own = sum(phases[name][1] for name in ("data", "forward", "backward"))
     # The optimizer's step belongs to the work too, but is short.
-    assert 1.7 * own < phases["delay"][1] < 2.8 * own
+    assert 9 * own < phases["delay"][1] < 15 * own
     assert np.median(steps["busy"][third, 1]) > 2 * np.median(steps["busy"][third, 0])
 
 
