@@ -216,15 +216,15 @@ def test_a_fraction_is_one_of_the_undelayed_busy_time(tmp_path):
 def test_a_slow_worker_gets_less_to_do_until_both_are_equally_busy(
     tmp_path, algorithm, exchange, slow
 ):
-    """Busy for 4 ms a sample, and for three times that on the slow one: 6 and 18 of 24 are best."""
+    """Busy for 12 ms a sample, three times that on the slow one: 6 and 18 of 24 are best."""
     run = train(
-        tmp_path, 2, target=work_per_sample, before=(0.004,), algorithm=algorithm,
+        tmp_path, 2, target=work_per_sample, before=(0.012,), algorithm=algorithm,
         exchange=exchange, epochs=4, batch_size=24, data__train_samples=5 * 24,
         data__test_samples=4, precision="fp32",
         stragglers=[{"ranks": [slow], "kind": "slowdown", "factor": 3.0}],
     )  # fmt: skip
     sizes = [epoch["batch_sizes"][slow] for epoch in run.epochs]
-    assert sizes[0] == 12 and all(4 <= size <= 8 for size in sizes[1:])
+    assert sizes[0] == 12 and all(4 <= size <= 9 for size in sizes[1:])
     busy = np.array([epoch["busy"]["median"] for epoch in run.epochs])
     assert busy[0, slow] > 2 * busy[0, 1 - slow]
     assert min(busy[1:, slow] / busy[1:, 1 - slow]) < 1.4
