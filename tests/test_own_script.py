@@ -71,3 +71,17 @@ def test_the_two_modules_need_nothing_else_of_the_project():
     ) + "))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_the_readme_shows_the_real_difference():
+    block = (ROOT / "README.md").read_text().split("```diff\n")[1].split("```")[0].splitlines()
+    plain, own = (
+        (ROOT / "examples" / name).read_text().splitlines()
+        for name in ("plain_script.py", "own_script.py")
+    )
+    removed = [line[1:] for line in block if line.startswith("-")]
+    added = [line[1:] for line in block if line.startswith("+")]
+    docstring = plain.index('"""', 1) + 1
+    assert [line for line in plain[docstring:] if line and line not in own] == removed
+    docstring = own.index('"""', 1) + 1
+    assert [line for line in own[docstring:] if line and line not in plain] == added
