@@ -20,6 +20,7 @@ Uses partitioner.py and nothing else of this project.
 from __future__ import annotations
 
 import inspect
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,8 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import Sampler
 
 from partitioner import Partitioner, PlanError, epoch_order, global_batches, part
 
@@ -82,7 +82,7 @@ class StepClock:
     MARKS = ("data", "forward", "ready", "exchanged", "step")
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._device, self._cuda = device, device.type == "cuda"
         self.begin()
 
     def begin(self) -> None:
@@ -108,6 +108,11 @@ class StepClock:
         if name == "exchanged":
             self._last_exchange = moment
 
+    @property
+    def exchanged(self) -> bool:
+        """Whether the all-reduce of every step so far is done."""
+        return len(self._marks["exchanged"]) == len(self._marks["data"])
+
     def busy_so_far(self) -> float:
         """Seconds of work since the last all-reduce was done; waits for the device to get there."""
         now = self._now()
@@ -119,7 +124,7 @@ class StepClock:
         """Lengthens the step: lets the device finish its own work, then sleeps, and books it."""
         if self._cuda:
             # Only this stream: the exchange's stream also waits for other workers.
-            torch.cuda.current_stream().synchronize()
+            torch.cuda.current_stream(self._device).synchronize()
         start = time.perf_counter()
         time.sleep(seconds)
         self._delay += time.perf_counter() - start
@@ -127,7 +132,7 @@ class StepClock:
     def take(self) -> StepTimes:
         """The times of all whole steps since `begin` or the last `take`; waits for the device."""
         if self._cuda:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self._device)
         steps = min(len(moments) for moments in self._marks.values())
         lengths = np.zeros((steps, len(self.MARKS)))
         for number in range(steps):
@@ -147,7 +152,8 @@ class StepClock:
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        # Said outright: in a thread of the communication library another GPU may be current.
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
     def _seconds(self, start: float | torch.cuda.Event, stop: float | torch.cuda.Event) -> float:
@@ -157,11 +163,13 @@ class StepClock:
 def typical(times: np.ndarray) -> tuple[float, float]:
     """Mean of the times without the largest and the smallest tenth, and its standard error.
 
-    A single spike moves neither.
+    Of three times or more at least one at either end is left out, so that a single spike moves
+    neither. Too few times to tell their error are taken to be off by a tenth.
     """
-    cut = int(len(times) * TRIM)
+    cut = max(int(len(times) * TRIM), int(len(times) >= 3))
     kept = np.sort(times)[cut : len(times) - cut]
-    return float(kept.mean()), float(kept.std() / np.sqrt(len(kept)))
+    mean = float(kept.mean())
+    return mean, float(kept.std() / np.sqrt(len(kept))) if len(kept) >= 3 else 0.1 * mean
 
 
 # --- batches ----------------------------------------------------------------------------------
@@ -216,6 +224,7 @@ class ShardSampler(Sampler):
         balancer, plan = self._balancer, self._balancer.plan
         order = epoch_order(balancer.size, balancer.seed, plan.epoch)
         for step in range(balancer.next_step, len(plan.starts)):
+            balancer.drawn = step + 1
             yield order[plan.starts[step] :][part(plan.batch_sizes[step], balancer.rank)].tolist()
 
     def __len__(self) -> int:
@@ -292,7 +301,9 @@ class Balancer:
         self.clock = StepClock(_default_device() if device is None else device)
         self.sampler = ShardSampler(self)
         self.before_ready: Callable[[], None] = _nothing
-        self.buckets_sent = 0
+        self.buckets_sent = self._buckets_summed = 0
+        self._all_sent, self._counting = False, threading.Lock()
+        self.drawn = 0
         self.busy = np.full(self.workers, np.nan)
         self.cap = int(self.partitioner.maximum[self.rank])
         self.plan_epoch(0)
@@ -311,17 +322,23 @@ class Balancer:
         return self.plan
 
     def steps(
-        self, batches: Iterable[Batch], epoch: int, lookahead: int | None = None
+        self, batches: Iterable[Batch], epoch: int, lookahead: int = 0
     ) -> Iterator[Batch]:
         """Goes through an epoch's batches, measures the steps, and rebalances when it is time.
 
-        batches: of a loader with `self.sampler`; lookahead: how many index lists the loader draws
-        ahead of the batch that it hands out (default: a DataLoader's own number). All workers must
-        make all steps. After `load_state_dict` inside this epoch it goes on where that state was.
+        batches: of a loader with `self.sampler`, wrapped or not; lookahead: steps that a new plan
+        waits at least. It always waits until no worker's loader has drawn further ahead. All
+        workers must make all steps. After `load_state_dict` inside this epoch it goes on where that
+        state was.
         """
         if (self.plan.epoch, self.next_step > 0) != (epoch, True):
             self.plan_epoch(epoch)
-        ahead = self._agreed_lookahead(batches, lookahead)
+        if self.every != "epoch" and self.every > len(self.plan.starts):
+            raise PlanError(
+                f"partition.every: {self.every} steps are more than an epoch has, "
+                f"{len(self.plan.starts)}: lower it, or say epoch"
+            )
+        self.drawn = self.next_step
         self.clock.begin()
         self._parts: list[StepTimes] = []
         segment = self.next_step
@@ -334,13 +351,18 @@ class Balancer:
                     f"the loader ended before step {self.next_step} of {len(self.plan.starts)}: "
                     "does it use the balancer's sampler as its batch_sampler?"
                 ) from None
-            self.buckets_sent = 0
+            self.buckets_sent = self._buckets_summed = 0
+            self._all_sent = False
             self.clock.mark("data")
             yield batch
+            if not self.clock.exchanged:
+                raise RuntimeError(
+                    "no gradient was exchanged in this step: is the balancer attached to the model?"
+                )
             self.clock.mark("step")
             self.next_step += 1
             if self._is_due(self.next_step - segment):
-                self._rebalance(segment, ahead)
+                self._rebalance(segment, lookahead)
                 segment = self.next_step
         # Lets the loader see its own end; it has nothing left to give.
         next(iterator, None)
@@ -391,11 +413,12 @@ class Balancer:
     def reduce_flat(self, parameters: Iterable[nn.Parameter]) -> None:
         """The same sum for a plain module, by one all-reduce after the backward pass."""
         gradients = [p.grad for p in parameters if p.grad is not None]
-        flat = parameters_to_vector(gradients).mul_(self.weight())
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).mul_(self.weight())
         self.before_ready()
         self.clock.mark("ready")
         dist.all_reduce(flat)
-        vector_to_parameters(flat, gradients)
+        for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients])):
+            gradient.copy_(total.view_as(gradient))
         self.clock.mark("exchanged")
 
     def state_dict(self) -> dict[str, Any]:
@@ -421,9 +444,19 @@ class Balancer:
         if bucket.is_last():
             self.before_ready()
             self.clock.mark("ready")
-        self.buckets_sent += 1
+        with self._counting:
+            self.buckets_sent += 1
+            self._all_sent = bucket.is_last()
 
-    def _rebalance(self, first: int, ahead: int) -> None:
+    def bucket_summed(self) -> None:
+        """Called when a bucket's sum is there, by whichever thread saw it: not always in order."""
+        with self._counting:
+            self._buckets_summed += 1
+            done = self._all_sent and self._buckets_summed == self.buckets_sent
+        if done:
+            self.clock.mark("exchanged")
+
+    def _rebalance(self, first: int, lookahead: int) -> None:
         """Books the busy times since step `first` and moves the shares from a later step on.
 
         One all-gather of a few numbers per worker; all workers then compute the same plan.
@@ -432,11 +465,11 @@ class Balancer:
         self._parts.append(taken)
         clean = self.plan.clean_steps(first, self.next_step)
         mine = typical(taken.busy[clean - first])
-        rows = self._peers.gather(np.array([*mine, self.cap]))
-        self.busy, errors, caps = rows.T
+        rows = self._peers.gather(np.array([*mine, self.cap, self.drawn]))
+        self.busy, errors, caps, drawn = rows.T
         self.partitioner.lower_caps(caps)
         self.partitioner.rebalance(self.plan.batch_sizes[clean[0]], self.busy, errors)
-        self._replan(self.next_step + ahead)
+        self._replan(max(int(drawn.max()), self.next_step + lookahead))
 
     def _is_due(self, steps: int) -> bool:
         """Whether to rebalance now, `steps` steps after the last time."""
@@ -467,13 +500,6 @@ class Balancer:
             raise PlanError(f"replay: the record's batches of epoch {epoch} are of other sizes")
         return np.array(recorded, np.int64)
 
-    def _agreed_lookahead(self, batches: Iterable, lookahead: int | None) -> int:
-        if self.every == "epoch":
-            return 0
-        if lookahead is None and isinstance(batches, DataLoader):
-            lookahead = batches.num_workers * (batches.prefetch_factor or 0)
-        return int(self._peers.gather(np.array([lookahead or 0])).max())
-
 
 def _default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -488,19 +514,13 @@ def _weighted_sum(balancer: Balancer, bucket):
     balancer.bucket_ready(bucket)
     # A sum with explicit weights: a mean would be one for equal batches only, and gloo has none.
     future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
-    if not bucket.is_last():
-        return future.then(_first_tensor)
 
     def done(future: torch.futures.Future) -> torch.Tensor:
         # On CUDA the current stream here is one that waits for the all-reduce.
-        balancer.clock.mark("exchanged")
-        return _first_tensor(future)
+        balancer.bucket_summed()
+        return future.value()[0]
 
     return future.then(done)
-
-
-def _first_tensor(future: torch.futures.Future) -> torch.Tensor:
-    return future.value()[0]
 
 
 # --- models -----------------------------------------------------------------------------------

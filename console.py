@@ -63,7 +63,7 @@ def headline(config: Config, facts: Mapping[str, Any], path: Path) -> str:
     )
     return (
         f"{config.name}: {config.algorithm} ({config.partition.policy} shares, gradient weight "
-        f"{config.gradient_weight}), {facts['world_size']} workers on {where}, "
+        f"{config.gradient_weight}), {facts['world_size']} worker(s) on {where}, "
         f"{facts['backend']}, {facts['threads']} thread(s) each\n"
         f"{config.model.name} with {facts['parameters']:,} parameters; {config.data.name} with "
         f"{data['train_samples']:,} + {data['test_samples']:,} images; records in {path}{delays}"

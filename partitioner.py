@@ -318,7 +318,7 @@ class Partitioner:
         self.time_model.add(batch_sizes, times, errors)
         before = self.batch_sizes
         if self.policy == "proportional" or (self.policy == "affine" and first):
-            self._move_proportionally(np.asarray(times, float))
+            self._move_proportionally(np.asarray(batch_sizes, float), np.asarray(times, float))
         elif self.policy == "affine":
             self._move_to_optimum()
         return bool((before != self.batch_sizes).any())
@@ -369,8 +369,8 @@ class Partitioner:
         self.maximum = np.array(state["maximum"], dtype=np.float64)
         self.time_model.load_state_dict(state["time_model"])
 
-    def _move_proportionally(self, times: np.ndarray) -> None:
-        self.shares = _normalised(self._base() / times, self.workers, "share")
+    def _move_proportionally(self, sizes: np.ndarray, times: np.ndarray) -> None:
+        self.shares = _normalised(self._base(sizes) / times, self.workers, "share")
         self.batch_sizes = self._round(self.batch_size)
 
     def _move_to_optimum(self) -> None:
@@ -382,15 +382,16 @@ class Partitioner:
         self.batch_sizes = best.batch_sizes
         self.shares = best.batch_sizes / self.batch_size
 
-    def _base(self) -> np.ndarray:
-        """The shares that the measured times belong to.
+    def _base(self, sizes: np.ndarray) -> np.ndarray:
+        """The shares that times measured with batch sizes `sizes` belong to.
 
-        Where a bound holds a worker, its real share is what counts: the wished-for one would run
-        away from it. Elsewhere the two differ by rounding only, and the exact one is kept, so that
-        a correction of less than half a sample adds up instead of being lost.
+        The present shares may be others: a bound may hold a worker away from its share, or a plan
+        may not have been in force yet. Where the two differ by rounding only, the exact share is
+        kept, so that a correction of less than half a sample adds up instead of being lost.
         """
-        rounded = np.abs(self.shares * self.batch_size - self.batch_sizes) < 1
-        return np.where(rounded, self.shares, self.batch_sizes / self.batch_size)
+        measured = sizes / sizes.sum()
+        rounded = np.abs(self.shares - measured) * self.batch_size < 1
+        return np.where(rounded, self.shares, measured)
 
     def _round(self, size: int) -> np.ndarray:
         return round_shares(self.shares, size, self.minimum, np.minimum(self.maximum, size))

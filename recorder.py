@@ -7,6 +7,7 @@ in the same folder, flushed to disk and renamed: a crash leaves the old or the n
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
@@ -31,7 +32,7 @@ from configs.schema import Config, differences, from_mapping, to_mapping
 from partitioner import Partitioner
 
 CONFIG, PROVENANCE, EPOCHS, STEPS = "config.yaml", "provenance.json", "epochs.jsonl", "steps.npz"
-CHECKPOINT, FINAL = "checkpoint.pt", "final.pt"
+CHECKPOINT, FINAL, LOCK = "checkpoint.pt", "final.pt", ".lock"
 
 # The parts of a step that are recorded, by their names in balancer.StepTimes.
 PHASES = ("data", "forward", "backward", "delay", "wait", "step", "busy")
@@ -66,22 +67,29 @@ class RunFolder:
         """Makes the folder ready; True where an unfinished run in it is to be continued.
 
         resume: `auto` continues an unfinished run, `never` refuses to touch it; overwrite: what the
-        folder holds is deleted first.
+        folder holds is to be deleted, which `replace` does.
         """
-        if overwrite and self.path.exists():
-            if not (self.path / CONFIG).exists() and any(self.path.iterdir()):
-                raise UserError(f"{self.path} holds no run: --overwrite does not delete it")
-            shutil.rmtree(self.path)
-        continued = self._continues(config, workers, resume)
+        self._replaces = overwrite and self.path.exists()
+        if self._replaces and not (self.path / CONFIG).exists() and any(self.path.iterdir()):
+            raise UserError(f"{self.path} holds no run: --overwrite does not delete it")
+        continued = not self._replaces and self._continues(config, workers, resume)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            self._lock()
         except OSError as error:
             raise UserError(f"output: cannot make {self.path}: {error.strerror}") from error
-        if not continued:
-            (self.path / PROVENANCE).unlink(missing_ok=True)
-            text = yaml.safe_dump(to_mapping(config), sort_keys=False)
-            _write(self.path / CONFIG, lambda file: file.write(text.encode()))
+        if not continued and not self._replaces:
+            self._write_config(config)
         return continued
+
+    def replace(self, config: Config) -> None:
+        """Deletes what --overwrite replaces: only now, as the new run has been found to start."""
+        if not self._replaces:
+            return
+        for file in self.path.iterdir():
+            if file.name != LOCK:
+                shutil.rmtree(file) if file.is_dir() else file.unlink()
+        self._write_config(config)
 
     def write_provenance(self, facts: Mapping[str, Any]) -> None:
         """Writes provenance.json; a continued run keeps the first start's facts and adds these."""
@@ -133,6 +141,7 @@ class RunFolder:
         """Writes final.pt, a plain state_dict, and drops the checkpoint: the run is done."""
         _write(self.path / FINAL, lambda file: torch.save(dict(weights), file))
         (self.path / CHECKPOINT).unlink(missing_ok=True)
+        (self.path / LOCK).unlink(missing_ok=True)
 
     def _continues(self, config: Config, workers: int, resume: str) -> bool:
         if (self.path / FINAL).exists():
@@ -154,6 +163,21 @@ class RunFolder:
         self._check_workers(workers)
         # Without a checkpoint nothing of the earlier start is used, not even its calibration.
         return (self.path / CHECKPOINT).exists()
+
+    def _lock(self) -> None:
+        """Keeps other processes out of the folder until this one ends, however it ends."""
+        self._lock_file = open(self.path / LOCK, "w")
+        try:
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"{self.path} is being written by another process: wait for it, or stop it"
+            ) from None
+
+    def _write_config(self, config: Config) -> None:
+        (self.path / PROVENANCE).unlink(missing_ok=True)
+        text = yaml.safe_dump(to_mapping(config), sort_keys=False)
+        _write(self.path / CONFIG, lambda file: file.write(text.encode()))
 
     def _check_workers(self, workers: int) -> None:
         path = self.path / PROVENANCE
@@ -267,7 +291,10 @@ def epoch_record(
     """
     clean = plan.clean_steps()
     sizes = plan.batch_sizes[clean[0]]
-    best, left_out = partitioner.optimum(), partitioner.left_out()
+    # Where no batch was full, times and T* would be of different batches.
+    full = sizes.sum() == partitioner.batch_size
+    best = partitioner.optimum() if full else None
+    left_out = partitioner.left_out() if full else None
     fit = None if best is None else partitioner.time_model.fit()
     return {
         "epoch": plan.epoch,

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
+from configs.errors import UserError
 from configs.schema import StragglerRule
 
 # Names the random stream of the delays, apart from every other consumer of the same seed.
@@ -63,15 +64,24 @@ class Stragglers:
 
 
 def calibrate(
-    rules: Sequence[StragglerRule], busy: Sequence[float]
+    rules: Sequence[StragglerRule], busy: Sequence[float], timeout: float
 ) -> list[dict[str, float | int]]:
     """The seconds of every delay given as a fraction: [{"rule", "rank", "seconds"}, …].
 
-    busy: each worker's undelayed busy time in seconds per step at an equal split, [n].
+    busy: each worker's undelayed busy time in seconds per step at an equal split, [n]; timeout: of
+    the collectives. Raises UserError for a delay that would not be waited for.
     """
-    return [
+    delays = [
         {"rule": index, "rank": rank, "seconds": rule.fraction * float(busy[rank])}
         for index, rule in enumerate(rules)
         if rule.fraction is not None
         for rank in rule.ranks
     ]
+    for delay in delays:
+        if delay["seconds"] >= timeout:
+            raise UserError(
+                f"stragglers.{delay['rule']}.fraction makes a delay of {delay['seconds']:.3g} s on "
+                f"rank {delay['rank']}, longer than the timeout of {timeout:g} s: lower the one or "
+                "raise the other"
+            )
+    return delays

@@ -114,15 +114,16 @@ class Trainer:
 
         cap: the most samples a step that this worker is known to have memory for.
         """
+        if cap is not None:
+            self.balancer.announce_cap(cap)
+        self.balancer.agree_on_caps()
         rules = self.config.stragglers
         calibrates = checkpoint is None and any(rule.fraction is not None for rule in rules)
         busy = self._rehearse(CALIBRATION_STEPS if calibrates else 0)
         if checkpoint is None:
-            self.calibrated = calibrate(rules, busy)
+            self.calibrated = calibrate(rules, busy, self.config.timeout)
         else:
             self._load(checkpoint)
-        if cap is not None:
-            self.balancer.announce_cap(cap)
         self.balancer.agree_on_caps()
         rank = self.workers.rank
         mine = {c["rule"]: c["seconds"] for c in self.calibrated if c["rank"] == rank}
@@ -156,7 +157,7 @@ class Trainer:
         busy = []
         with self.balancer.equal_split():
             while left > 0:  # an epoch with fewer steps is gone through again
-                steps = self.balancer.steps(self.train_batches.batches(0), 0, lookahead=0)
+                steps = self.balancer.steps(self.train_batches.batches(0), 0)
                 for images, labels in islice(steps, left):
                     self._step(images, labels, scrap)
                     left -= 1
@@ -176,9 +177,9 @@ class Trainer:
         with self.clocks.training():
             metrics = self._train_epoch(epoch, console)
             average_buffers(self.module, self.balancer.epoch_share())
+            times = self.balancer.step_times()  # on CUDA this waits for all that was queued
         train, test = metrics.total(self.workers.sum), self._evaluate(epoch)
         self.next_epoch = epoch + 1
-        times = self.balancer.step_times()
         gathered = self.workers.gather(np.stack([getattr(times, name) for name in PHASES]))
         phases = dict(zip(PHASES, gathered.transpose(1, 2, 0)))
         plan, seconds = self.balancer.plan, self.clocks.train - before
@@ -206,7 +207,7 @@ class Trainer:
             balancer.clock, epoch, balancer.next_step
         )
         batches = self.train_batches.batches(epoch)
-        steps = balancer.steps(batches, epoch, self.train_batches.lookahead)
+        steps = balancer.steps(batches, epoch)
         for images, labels in console.steps(steps, f"epoch {epoch + 1}"):
             self._step(images, labels, metrics)
         return metrics
@@ -267,6 +268,7 @@ def train(launch: Launch, workers: Workers) -> None:
         content = workers.broadcast_bytes(folder.checkpoint_bytes())
         checkpoint = load_state(content, folder.path, workers.device)
     trainer.start(checkpoint, remembered_cap(folder.path, workers.rank))
+    workers.once(lambda: folder.replace(config))
     folder.records = workers.once(lambda: folder.keep_epochs(trainer.next_epoch))
     facts = _facts(trainer, data)
     folder.write_provenance(facts)
@@ -286,9 +288,10 @@ def _open_folder(launch: Launch, workers: Workers) -> tuple[RunFolder | NoFolder
     """The run's folder, which rank 0 alone decides and opens; and whether a run in it goes on."""
     config = launch.config
     folder = (RunFolder if workers.is_first else NoFolder)(run_folder(launch))
-    continued = workers.once(
-        lambda: folder.open(config, workers.size, launch.resume, launch.overwrite)
-    )
+    # A launcher's restart continues the run whose start may have been told to overwrite.
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    overwrite = launch.overwrite and not restarted
+    continued = workers.once(lambda: folder.open(config, workers.size, launch.resume, overwrite))
     return folder, continued
 
 
@@ -298,6 +301,11 @@ def _replay(config: Config, workers: Workers) -> dict[int, np.ndarray] | None:
     if path is None:
         return None
     recorded = workers.once(lambda: batch_sizes_by_epoch(path))
+    if len(recorded) < config.epochs:
+        raise UserError(
+            f"partition.replay: {path} has {len(recorded)} epochs, not the {config.epochs} of "
+            "this run: lower epochs, or finish that run first"
+        )
     return {epoch: np.array(sizes) for epoch, sizes in enumerate(recorded)}
 
 
@@ -337,6 +345,9 @@ def main() -> None:
     except (UserError, PlanError) as error:
         print(f"trainer.py: error: rank {os.environ.get('RANK', 0)}: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("trainer.py: interrupted: the same command continues the run", file=sys.stderr)
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -69,7 +69,8 @@ def build_balancer(
 
 def check_steps(config: Config, size: int, workers: int) -> None:
     """Raises UserError where `size` training samples do not give every worker its minimum once."""
-    needed = workers * config.partition.min_batch
+    least = config.partition.min_batch
+    needed = workers * least if isinstance(least, int) else sum(least)
     if size < needed:
         raise UserError(
             f"{size} training samples are too few for {workers} workers with "

@@ -31,7 +31,10 @@ SHORTCUTS = {
     "device": "cpu or cuda",
 }
 # Keys that do not name a run: they have their own level in the run's path, or change no result.
-UNNAMED = ("name", "algorithm", "seed", "output", "data.cache")
+UNNAMED = (
+    "name", "algorithm", "seed", "output", "threads", "timeout",
+    "data.cache", "data.loader_workers", "data.memory_limit_gib",
+)  # fmt: skip
 LONGEST_SUFFIX = 80  # characters in a run's name for the overrides
 
 DESCRIPTION = """\

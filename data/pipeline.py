@@ -52,9 +52,6 @@ class Pipeline(ABC):
     change from step to step and may be 0. Set the sampler's epoch before calling `batches`.
     """
 
-    lookahead: int
-    """When the batch of step s is handed out, index arrays up to step s + lookahead are drawn."""
-
     def __init__(
         self, images: ImageSet, sampler: Iterable[np.ndarray], transform: Transform
     ) -> None:
@@ -99,8 +96,6 @@ class Pipeline(ABC):
 
 class MemoryPipeline(Pipeline):
     """Pixels from memory: a GPU holds all of them; on a CPU they stay in the mapped cache."""
-
-    lookahead = 0
 
     def __init__(
         self, images: ImageSet, sampler: Iterable[np.ndarray], transform: Transform
@@ -148,7 +143,6 @@ class LoaderPipeline(Pipeline):
         start_method: str | None = None,
     ) -> None:
         super().__init__(images, sampler, transform)
-        self.lookahead = loader_workers * prefetch
         several: dict[str, Any] = {}
         if loader_workers > 0:
             several = {

@@ -230,7 +230,11 @@ def _settings(run: Run) -> dict[str, Any]:
     if algorithm not in ALGORITHMS:
         raise UserError(f"{run.path / CONFIG}: unknown algorithm '{algorithm}'")
     policy = setting(run, "partition", "policy")
-    relevant = {"proportional": ("every", "min_batch", "max_batch"), "static": ("shares",)}
+    bounds = ("every", "min_batch", "max_batch")
+    relevant = {
+        "proportional": bounds, "affine": (*bounds, "min_gain"), "static": ("shares",),
+        "replay": ("replay",),
+    }  # fmt: skip
     return {
         "algorithm": algorithm,
         "policy": policy,

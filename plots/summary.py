@@ -18,7 +18,7 @@ _NOTE_COLUMNS = (
     "Training time per epoch is the whole training time divided by the epochs, without evaluation; "
     "the balanced epoch time is the median of the last half of the epochs; run time includes "
     "evaluation. Speed-ups are ratios of mean times to sync-sgd at the same delay level. "
-    "Imbalance is the slowest worker's median busy time over T* in the last epoch. "
+    "Imbalance is the slowest worker's busy time over T* in the last epoch. "
     "Accuracies are of the whole test set."
 )
 _NOTE_UNFINISHED = (

@@ -23,6 +23,8 @@ from plots.style import Cue
 Handle = Line2D | Patch
 
 MOST_WORKERS = 8
+# Policies whose shares follow measured times.
+DYNAMIC = ("proportional", "affine")
 # Histograms of more workers hide each other: they become rows of one picture.
 _MOST_HISTOGRAMS = 3
 _FEWEST_BINS, _MOST_BINS = 40, 80
@@ -32,7 +34,7 @@ _PHASE_TEXTS = ("data", "forward", "backward", "injected delay", "optimizer", "w
 
 
 def dynamic_variants(experiment: Experiment) -> tuple[Variant, ...]:
-    return tuple(variant for variant in experiment.variants if variant.policy == "proportional")
+    return tuple(variant for variant in experiment.variants if variant.policy in DYNAMIC)
 
 
 def measured_variants(experiment: Experiment) -> tuple[Variant, ...]:

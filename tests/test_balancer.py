@@ -12,6 +12,7 @@ import torch
 from processes import run_workers, values
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from tqdm import tqdm
 
 from balancer import Balancer, StepClock, average_buffers, broadcast_state, typical, wrap
 from cluster import join
@@ -306,14 +307,20 @@ def test_arguments_that_make_no_plan_are_refused():
             lone(10, 5, **options)
 
 
-def test_a_loader_without_the_sampler_is_noticed():
-    with pytest.raises(RuntimeError, match="batch_sampler"):
-        for _ in lone(10, 5).steps([[0]], 0):
+def test_every_must_fit_into_an_epoch():
+    with pytest.raises(PlanError, match="partition.every"):
+        next(lone(100, 10, every=11).steps([], 0))
+
+
+def test_a_model_without_the_balancer_is_noticed():
+    with pytest.raises(RuntimeError, match="attached"):
+        for _ in lone(10, 5).steps([[0], [1]], 0):
             pass
 
 
-class Recorded(TensorDataset):
-    pass
+def test_a_loader_without_the_sampler_is_noticed():
+    with pytest.raises(RuntimeError, match="batch_sampler"):
+        next(lone(10, 5).steps([], 0))
 
 
 def balanced_by(loader_workers: int, policy: str, every: Any) -> dict[str, Any]:
@@ -323,13 +330,14 @@ def balanced_by(loader_workers: int, policy: str, every: Any) -> dict[str, Any]:
     with join("gloo", "cpu", 1, 60.0) as workers:
         balancer = Balancer(len(x), 20, policy, every=every, device=CPU, seed=1)
         loader = DataLoader(
-            Recorded(x, y), batch_sampler=balancer.sampler, num_workers=loader_workers
+            TensorDataset(x, y), batch_sampler=balancer.sampler, num_workers=loader_workers
         )
         model = wrap(small_model(0))
         balancer.attach(model)
         plans, seen = [], []
         for epoch in range(3):
-            for inputs, labels in balancer.steps(loader, epoch):
+            # Wrapped, as by a progress bar: what the loader has drawn must still be known.
+            for inputs, labels in balancer.steps(tqdm(loader, disable=True), epoch):
                 time.sleep(0.0004 * len(inputs) * (1 + 2 * workers.rank))
                 nn.functional.cross_entropy(model(inputs), labels).backward()
                 seen.append(len(inputs))

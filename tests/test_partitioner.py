@@ -383,6 +383,21 @@ def test_a_bound_does_not_wind_the_shares_up():
     assert partitioner.batch_sizes.tolist() == [50, 50]
 
 
+@pytest.mark.parametrize("policy", ["proportional", "affine"])
+@pytest.mark.parametrize("lag", [1, 2, 4])
+def test_plans_that_take_effect_late_do_not_make_shares_swing(policy, lag):
+    """Rebalanced at every step, while prefetched batches still have sizes of earlier plans."""
+    partitioner = Partitioner(2, 64, policy, min_batch=2)
+    a, waiting = np.array([0.001, 0.003]), [partitioner.batch_sizes] * (lag + 1)
+    seen = []
+    for _ in range(60):
+        sizes = waiting.pop(0)
+        partitioner.rebalance(sizes, a * sizes)
+        waiting.append(partitioner.batch_sizes)
+        seen.append(int(partitioner.batch_sizes[1]))
+    assert all(15 <= size <= 17 for size in seen[20:])
+
+
 def test_state_goes_on_exactly():
     first = Partitioner(3, 256)
     first.rebalance(first.batch_sizes, [0.1, 0.2, 0.17])

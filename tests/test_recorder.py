@@ -239,7 +239,7 @@ def test_nothing_temporary_is_left(tmp_path):
     for number in range(2):
         folder.append_epoch(*one_epoch(number))
         folder.save_checkpoint({"next_epoch": number + 1})
-    assert names(folder.path) == {*FILES, "checkpoint.pt"}
+    assert names(folder.path) == {*FILES, "checkpoint.pt", ".lock"}
     folder.finish({"weight": torch.ones(2)})
     assert names(folder.path) == {*FILES, "final.pt"}
     run = read_run(folder.path)

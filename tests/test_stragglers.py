@@ -121,7 +121,7 @@ def test_calibration_multiplies_each_worker_s_own_time():
         StragglerRule(ranks=(0,), kind="constant", seconds=1.0),
         StragglerRule(ranks=(1, 0), kind="constant", fraction=0.5),
     ]
-    assert calibrate(rules, np.array([2.0, 4.0])) == [
+    assert calibrate(rules, np.array([2.0, 4.0]), 600.0) == [
         {"rule": 1, "rank": 1, "seconds": 2.0}, {"rule": 1, "rank": 0, "seconds": 1.0}
     ]  # fmt: skip
 
@@ -170,9 +170,8 @@ def test_a_slowdown_is_a_multiple_of_the_step_s_own_work(delayed):
     steps = delayed.steps
     third = steps["epoch"] == 2
     phases = delayed.epochs[2]["phases"]
-    own = sum(phases[name][1] for name in ("data", "forward", "backward"))
-    # The optimizer's step belongs to the work too, but is short.
-    assert 9 * own < phases["delay"][1] < 15 * own
+    own = sum(phases[name][1] for name in ("data", "forward", "backward", "step"))
+    assert 7 * own < phases["delay"][1] < 16 * own
     assert np.median(steps["busy"][third, 1]) > 2 * np.median(steps["busy"][third, 0])
 
 
