@@ -1,0 +1,109 @@
+"""One worker of the balance benchmark: real DDP steps whose compute is modelled by a sleep.
+
+    balance_worker.py JOB.json FOLDER
+
+does every run of the job, one after the other, and writes FOLDER/rank-R.json; balance.py starts
+it. In each step the worker sleeps until a * b + d seconds (its own true cost, with jitter) after
+it got its batch; its small model's forward and backward pass lie inside, whatever the loop and the
+balancer do lies outside.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from balancer import Balancer, StepTimes, wrap
+from cluster import join
+
+FEATURES, CLASSES = 32, 10
+# Seconds until a collective that does not end is an error; far longer than any step.
+TIMEOUT = 60.0
+
+
+class ModelledCompute:
+    """Makes each step of this worker as long as its true cost says.
+
+    phases: [{"first_step", "a": [n], "d": [n]}, …]; jitter: deviation of the log of a step's time.
+    """
+
+    def __init__(
+        self, balancer: Balancer, phases: list[dict[str, Any]], jitter: float, seed: int
+    ) -> None:
+        self._balancer, self._phases, self._jitter = balancer, phases, jitter
+        self._draw = np.random.default_rng([seed, balancer.rank])
+        self._step, self._deadline = 0, 0.0
+        balancer.before_ready = self._sleep
+
+    def begin(self, samples: int) -> None:
+        """A step with that many samples begins now."""
+        rank = self._balancer.rank
+        phase = [phase for phase in self._phases if phase["first_step"] <= self._step][-1]
+        cost = phase["a"][rank] * samples + phase["d"][rank]
+        self._deadline = time.perf_counter() + cost * np.exp(self._draw.normal(0, self._jitter))
+        self._step += 1
+
+    def _sleep(self) -> None:
+        self._balancer.clock.sleep(max(0.0, self._deadline - time.perf_counter()))
+
+
+def train(run: dict[str, Any]) -> dict[str, Any]:
+    """Trains for the run's epochs.
+
+    Returns batch_sizes [S, n] as used, this worker's busy and wait [S] (s), moments [S+1] (s) at
+    which its steps began and the last one ended, and the time model's last fit and whether it is
+    known.
+    """
+    size = run["batch_size"] * run["epoch_steps"]
+    draw = torch.Generator().manual_seed(run["seed"])
+    inputs = torch.randn(size, FEATURES, generator=draw)
+    labels = torch.randint(CLASSES, (size,), generator=draw)
+    balancer = Balancer(
+        size, run["batch_size"], run["policy"], every=run["every"], seed=run["seed"],
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    model = wrap(nn.Sequential(nn.Linear(FEATURES, 64), nn.ReLU(), nn.Linear(64, CLASSES)))
+    balancer.attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    compute = ModelledCompute(balancer, run["phases"], run["jitter"], run["seed"])
+    plans, parts, moments = [], [], []
+    dist.barrier()
+    for epoch in range(run["epochs"]):
+        for index in balancer.steps(balancer.sampler, epoch, run["lookahead"]):
+            moments.append(time.perf_counter())
+            compute.begin(len(index))
+            nn.functional.cross_entropy(model(inputs[index]), labels[index]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        plans.append(balancer.plan.batch_sizes)
+        parts.append(balancer.step_times())
+    moments.append(time.perf_counter())
+    times, time_model = StepTimes.joined(parts), balancer.partitioner.time_model
+    a, d = time_model.fit()
+    return {
+        "batch_sizes": np.concatenate(plans).tolist(),
+        "busy": times.busy.tolist(),
+        "wait": times.wait.tolist(),
+        "moments": moments,
+        "fit": {"known": time_model.known, "a": a.tolist(), "d": d.tolist()},
+    }
+
+
+def main(job: Path, folder: Path) -> None:
+    with join("gloo", "cpu", 1, TIMEOUT) as workers:
+        records = [train(run) for run in json.loads(job.read_text())]
+        (folder / f"rank-{workers.rank}.json").write_text(json.dumps(records))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,124 @@
+"""Figures of the benchmarks' results.
+
+    python -m plots.benchmark_figures results/balance.json --out figures
+
+writes the benchmark's figure as SVG and PNG. Needs its JSON file alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from configs.errors import UserError
+from plots import style
+
+COLUMNS = 2
+PANEL_WIDTH, PANEL_HEIGHT = 3.6, 2.0
+
+
+def balance(results: Mapping[str, Any]) -> Figure:
+    """The imbalance over steps of each policy, a panel per scenario."""
+    scenarios = results["scenarios"]
+    labels = list(dict.fromkeys(run["label"] for one in scenarios for run in one["runs"]))
+    cues = style.variant_cues(labels)
+    rows = -(-len(scenarios) // COLUMNS)
+    figure = style.figure(COLUMNS * PANEL_WIDTH, rows * PANEL_HEIGHT + 1.0)
+    axes = figure.subplots(rows, COLUMNS, squeeze=False).flatten()
+    for axis, scenario in zip(axes, scenarios):
+        _imbalance(axis, scenario, labels, cues, results["within"])
+    for axis in axes[len(scenarios) :]:
+        axis.remove()
+    handles: dict[str, Any] = {}
+    for axis in axes[: len(scenarios)]:
+        handles |= {line.get_label(): line for line in axis.lines if line.get_label()[0] != "_"}
+    style.title(figure, "Imbalance: longest step of any worker over the best possible one")
+    style.legend(figure, [handles[label] for label in labels])
+    return figure
+
+
+def _imbalance(
+    axis: Axes,
+    scenario: Mapping[str, Any],
+    labels: Sequence[str],
+    cues: Mapping[str, style.Cue],
+    within: float,
+) -> None:
+    """Every policy's curve, from step 1 on; the dotted line marks what counts as balanced."""
+    axis.axhline(within, color=style.DARK, linestyle=":", linewidth=0.8)
+    longest = max(len(run["imbalance"]) for run in scenario["runs"])
+    for run in scenario["runs"]:
+        cue, line = cues[run["label"]], labels.index(run["label"])
+        curve = np.array(run["imbalance"])
+        if run["policy"] == "equal":
+            # A plan that never changes is not worth measuring to the end.
+            curve = np.pad(curve, (0, longest - len(curve)), mode="edge")
+        axis.plot(
+            np.arange(1, len(curve) + 1), curve, color=cue.color, linestyle=cue.linestyle,
+            marker=cue.marker, markevery=style.markers_at(len(curve), line), label=run["label"],
+            drawstyle="steps-mid",
+        )  # fmt: skip
+    for phase in scenario["phases"][1:]:
+        axis.axvline(phase["first_step"] + 0.5, color=style.DARK, linewidth=0.8)
+    axis.set_title(scenario["name"])
+    axis.set_xlim(left=1)
+    axis.set_ylim(bottom=1 - 0.05 * (axis.get_ylim()[1] - 1))
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
+    axis.set_xlabel("step")
+    axis.set_ylabel("imbalance")
+
+
+FIGURES: dict[str, Callable[[Mapping[str, Any]], Figure]] = {"balance": balance}
+
+
+def write_figure(path: Path, folder: Path) -> list[Path]:
+    """Draws the results in `path` into `folder`; both files' paths.
+
+    Raises UserError where the file holds no results of a benchmark that has a figure.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: not a benchmark's JSON file ({error})") from error
+    name = document.get("benchmark") if isinstance(document, dict) else None
+    if name not in FIGURES:
+        known = ", ".join(FIGURES)
+        raise UserError(f"{path}: no results of a benchmark that has a figure: {known}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot make the folder ({error.strerror})") from error
+    with matplotlib.rc_context(style.RC):
+        figure = FIGURES[name](document["results"])
+    return style.save(figure, folder / name)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status: 0, or 1 after a one-line error on stderr."""
+    parser = argparse.ArgumentParser(
+        prog="python -m plots.benchmark_figures", description="The figure of a benchmark's results."
+    )
+    parser.add_argument("results", type=Path, metavar="FILE", help="what a benchmark wrote (JSON)")
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder of figures")
+    options = parser.parse_args(arguments)
+    try:
+        files = write_figure(options.results, options.out)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(*files, sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
