@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ALGORITHMS := sync-sgd dp-sgd edp-sgd
 
-.PHONY: demo test test-gpu clean
+.PHONY: demo test test-gpu
 
 demo: $(VENV)/.runs
 	for algorithm in $(ALGORITHMS); do \
@@ -29,6 +29,3 @@ $(VENV)/.runs: requirements.txt
 $(VENV)/.tests: $(VENV)/.runs requirements-dev.txt
 	$(BIN)/python -m pip install -r requirements-dev.txt
 	touch $@
-
-clean:
-	rm -rf $(VENV) runs

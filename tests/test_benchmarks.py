@@ -217,7 +217,8 @@ def test_the_figure_has_a_panel_per_scenario_and_a_curve_per_policy(short_result
     drawn = [line.get_ydata().tolist() for line in figure.axes[0].lines[1:]]
     assert drawn == [run["imbalance"] for run in scenario["runs"]]
     assert benchmark_figures.main([str(path), "--out", str(tmp_path / "figures")]) == 0
-    assert {file.name for file in (tmp_path / "figures").iterdir()} == {"balance.svg", "balance.png"}
+    drawn_files = {file.name for file in (tmp_path / "figures").iterdir()}
+    assert drawn_files == {"balance.svg", "balance.png"}
 
 
 def test_a_file_without_such_results_is_refused(tmp_path, capsys):

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 from processes import run_trainer, run_workers, values
+from test_balancer import backward, exchanged
 from torch import nn
 
-from balancer import EXCHANGES, StepClock
+from balancer import Balancer
 from cluster import join
 
 pytestmark = [
@@ -49,18 +50,16 @@ def busy_times(exchange_name: str, sleeps: list[float]) -> dict[str, list[float]
     with join("gloo", "cuda", 1, 60.0) as workers:
         torch.manual_seed(0)
         module = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
-        clock = StepClock(workers.device)
-        exchange = EXCHANGES[exchange_name](module.to(workers.device), clock)
+        balancer = Balancer(12 * 128, 128, "equal", device=workers.device, peers=workers)
+        model = exchanged(balancer, module.to(workers.device), exchange_name)
+        balancer.before_ready = lambda: balancer.clock.sleep(sleeps[workers.rank])
         inputs = torch.randn(64, 512, device=workers.device)
         labels = torch.randint(0, 10, (64,), device=workers.device)
-        clock.begin()
-        for _ in range(12):
-            clock.mark("data")
-            loss = nn.functional.cross_entropy(exchange.model(inputs), labels)
-            clock.mark("forward")
-            exchange.backward(loss, 0.5, lambda: clock.sleep(sleeps[workers.rank]))
-            clock.mark("step")
-        times = clock.read()
+        for _ in balancer.steps(balancer.sampler, 0):
+            loss = nn.functional.cross_entropy(model(inputs), labels)
+            balancer.clock.mark("forward")
+            backward(balancer, model, loss, exchange_name)
+        times = balancer.step_times()
         return {name: getattr(times, name)[4:].tolist() for name in ("busy", "wait", "delay")}
 
 
