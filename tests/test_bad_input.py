@@ -53,7 +53,7 @@ def refusals(outcomes: list[Outcome], *parts: str) -> None:
 def test_bad_input_is_refused_by_every_worker_in_one_line(tmp_path, arguments, parts):
     refusals(launch(tmp_path, 2, *arguments, limit=SOON), *parts)
     left = {path.name for path in (tmp_path / "runs").rglob("*") if path.is_file()}
-    assert left <= {"config.yaml"}
+    assert left <= {"config.yaml", ".lock"}
 
 
 def test_an_output_folder_that_cannot_be_made_is_refused(tmp_path):
