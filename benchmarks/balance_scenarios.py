@@ -15,9 +15,9 @@ from partitioner import Optimum, optimum
 
 SAMPLES_PER_WORKER = 128
 # Seconds of an undelayed worker's step with an equal share, of which FIXED do not depend on it.
-BUSY, FIXED = 0.025, 0.002
+BUSY, FIXED = 0.032, 0.003
 FREQUENT = 20
-EPOCH_STEPS, QUICK_EPOCH_STEPS = 80, 40
+EPOCH_STEPS, QUICK_EPOCH_STEPS = 60, 40
 # Both a rebalance an epoch and one every 20 steps have settled by the time the speeds change.
 EPOCHS_BEFORE_CHANGE = 3
 # The change amid an epoch comes so many steps later: amid a segment of FREQUENT steps, too.

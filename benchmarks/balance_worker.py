@@ -3,9 +3,9 @@
     balance_worker.py JOB.json FOLDER
 
 does every run of the job, one after the other, and writes FOLDER/rank-R.json; balance.py starts
-it. In each step the worker sleeps until a * b + d seconds (its own true cost, with jitter) after
-it got its batch; its small model's forward and backward pass lie inside, whatever the loop and the
-balancer do lies outside.
+it. In each step the worker sleeps until its own work has taken a * b + d seconds, its true cost,
+with jitter. A training script's own work counts: a small model's forward and backward pass and the
+optimizer. What the balancer does comes on top.
 """
 
 from __future__ import annotations
@@ -42,16 +42,21 @@ class ModelledCompute:
     ) -> None:
         self._balancer, self._phases, self._jitter = balancer, phases, jitter
         self._draw = np.random.default_rng([seed, balancer.rank])
-        self._step, self._deadline = 0, 0.0
+        self._step, self._deadline, self._done = 0, 0.0, 0.0
         balancer.before_ready = self._sleep
 
     def begin(self, samples: int) -> None:
-        """A step with that many samples begins now."""
+        """A step with that many samples begins now: its batch is there."""
         rank = self._balancer.rank
         phase = [phase for phase in self._phases if phase["first_step"] <= self._step][-1]
         cost = phase["a"][rank] * samples + phase["d"][rank]
-        self._deadline = time.perf_counter() + cost * np.exp(self._draw.normal(0, self._jitter))
+        cost *= np.exp(self._draw.normal(0, self._jitter))
+        self._deadline = time.perf_counter() + cost - self._done
         self._step += 1
+
+    def end(self) -> None:
+        """The step is over: what was done since its all-reduce is part of the next busy time."""
+        self._done = self._balancer.clock.busy_so_far()
 
     def _sleep(self) -> None:
         self._balancer.clock.sleep(max(0.0, self._deadline - time.perf_counter()))
@@ -61,8 +66,7 @@ def train(run: dict[str, Any]) -> dict[str, Any]:
     """Trains for the run's epochs.
 
     Returns batch_sizes [S, n] as used, this worker's busy and wait [S] (s), moments [S+1] (s) at
-    which its steps began and the last one ended, and the time model's last fit and whether it is
-    known.
+    which its steps began and the last one ended, and the time model's last fit.
     """
     size = run["batch_size"] * run["epoch_steps"]
     draw = torch.Generator().manual_seed(run["seed"])
@@ -85,6 +89,7 @@ def train(run: dict[str, Any]) -> dict[str, Any]:
             nn.functional.cross_entropy(model(inputs[index]), labels[index]).backward()
             optimizer.step()
             optimizer.zero_grad()
+            compute.end()
         plans.append(balancer.plan.batch_sizes)
         parts.append(balancer.step_times())
     moments.append(time.perf_counter())

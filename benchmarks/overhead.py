@@ -3,7 +3,7 @@
     python benchmarks/overhead.py --check --out results/overhead.json
 
 Four loops train the same model from the same weights, on the same prepared batches, with the same
-optimizer, in the same two processes (gloo, one thread each), in turn, a few steps at a time:
+optimizer, in the same two processes (gloo, one thread each), a few steps at a time, in any order:
 
 plain    DistributedDataParallel as it comes, and no more than forward, backward and step
 lean     the same loop, with the options that balancer.wrap gives DistributedDataParallel
@@ -137,9 +137,10 @@ def measure(model: str, rounds: int, steps: int) -> dict[str, Any]:
         for run in loops.values():
             run(WARM_UP)
         times: dict[str, list[list[float]]] = {loop: [] for loop in LOOPS}
-        for number in range(rounds):
-            for place in range(len(LOOPS)):  # each loop takes each place in turn
-                loop = LOOPS[(number + place) % len(LOOPS)]
+        # At random, as a loop's time depends on which one ran before it; alike on all workers.
+        orders = np.random.default_rng(0)
+        for _ in range(rounds):
+            for loop in orders.permutation(LOOPS):
                 taken = timed(partial(loops[loop], steps), workers)
                 times[loop].append([seconds / steps for seconds in taken])
         end, _ = timed(ours["ddp"].end_epoch, workers)

@@ -16,8 +16,11 @@ from benchmarks import balance, plan
 from benchmarks.balance_scenarios import (
     AFFINE,
     AFFINE_FREQUENT,
+    BUSY,
+    EPOCH_STEPS,
     EQUAL,
     PROPORTIONAL,
+    QUICK_EPOCH_STEPS,
     Scenario,
     changing,
     delayed,
@@ -94,8 +97,8 @@ def test_planning_is_measured_and_judged():
 
 def test_costs_are_those_that_the_scenarios_name():
     equal = np.full(2, 128)
-    assert delayed(0.9).times(equal) == pytest.approx([0.025, 0.025 * 1.9])
-    assert slowed(5.2).times(equal) == pytest.approx([0.025, 0.025 * 5.2])
+    assert delayed(0.9).times(equal) == pytest.approx([BUSY, BUSY * 1.9])
+    assert slowed(5.2).times(equal) == pytest.approx([BUSY, BUSY * 5.2])
     before, after = changing(7)
     assert before.times(equal) == pytest.approx(after.times(equal)[::-1])
     fixed = mostly_fixed(0.85, 4)
@@ -111,7 +114,7 @@ def test_costs_are_those_that_the_scenarios_name():
 
 @pytest.mark.parametrize("quick", [True, False])
 def test_every_run_lasts_until_its_second_rebalance_and_beyond(quick):
-    epoch_steps = 40 if quick else 80
+    epoch_steps = QUICK_EPOCH_STEPS if quick else EPOCH_STEPS
     for scenario in scenarios(epoch_steps, quick):
         for strategy in set(scenario.strategies) - {EQUAL}:
             starts = [phase.first_step for phase in scenario.phases]
@@ -166,7 +169,7 @@ def test_a_run_is_judged_by_true_costs_and_its_own_exchange():
     assert run["busy_above_true_seconds"] == pytest.approx([0.0005, 0.0005])
     expected = 1.1 * best.seconds / (best.seconds + 0.001)
     assert run["wall_over_ideal_balanced"] == pytest.approx(expected)
-    assert run["imbalance"][0] == pytest.approx(0.075 / best.seconds)
+    assert run["imbalance"][0] == pytest.approx(3 * BUSY / best.seconds)
 
 
 def test_misses_are_named_where_there_are_targets():
