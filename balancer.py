@@ -45,6 +45,9 @@ GRADIENT_WEIGHTS = ("uniform", "share", "share-over-n")
 WARM_UP_STEPS = 3
 # Of the sorted busy times this part is left out at either end, so that single spikes do not count.
 TRIM = 0.1
+# Times before and after a change of speed differ by this part of the later ones, and by so many
+# times the spread within either side.
+CHANGE, SPREADS = 0.1, 4.0
 
 
 # --- time -------------------------------------------------------------------------------------
@@ -160,16 +163,44 @@ class StepClock:
         return start.elapsed_time(stop) / 1000 if self._cuda else stop - start
 
 
+def since_change(times: np.ndarray) -> np.ndarray:
+    """The times after an abrupt change of level among them; all of them where there is none.
+
+    The place is where two means fit best in least squares (Sen and Srivastava, Annals of Statistics
+    3(1), 1975), after spikes have been clipped. Where one side would be so short that `typical`
+    trims it, nothing is cut off.
+    """
+    steps, trimmed = len(times), _trimmed(len(times))
+    before = np.arange(trimmed + 1, steps - trimmed)
+    if not len(before):
+        return times
+    ordered = np.sort(times)
+    clipped = np.clip(times, ordered[trimmed], ordered[-1 - trimmed])
+    above_mean = np.cumsum(clipped - clipped.mean())[before - 1]
+    place = int(before[(above_mean**2 / (before * (steps - before))).argmax()])
+    old, new = times[:place], times[place:]
+    middles = np.median(old), np.median(new)
+    residuals = np.concatenate([old - middles[0], new - middles[1]])
+    spread = 1.4826 * np.median(np.abs(residuals))  # of normal noise: its standard deviation
+    gap = abs(middles[1] - middles[0])
+    return new if gap > max(CHANGE * middles[1], SPREADS * spread) else times
+
+
 def typical(times: np.ndarray) -> tuple[float, float]:
     """Mean of the times without the largest and the smallest tenth, and its standard error.
 
     Of three times or more at least one at either end is left out, so that a single spike moves
     neither. Too few times to tell their error are taken to be off by a tenth.
     """
-    cut = max(int(len(times) * TRIM), int(len(times) >= 3))
+    cut = _trimmed(len(times))
     kept = np.sort(times)[cut : len(times) - cut]
     mean = float(kept.mean())
     return mean, float(kept.std() / np.sqrt(len(kept))) if len(kept) >= 3 else 0.1 * mean
+
+
+def _trimmed(count: int) -> int:
+    """How many of `count` times `typical` leaves out at either end."""
+    return max(int(count * TRIM), int(count >= 3))
 
 
 # --- batches ----------------------------------------------------------------------------------
@@ -464,7 +495,7 @@ class Balancer:
         taken = self.clock.take()
         self._parts.append(taken)
         clean = self.plan.clean_steps(first, self.next_step)
-        mine = typical(taken.busy[clean - first])
+        mine = typical(since_change(taken.busy[clean - first]))
         rows = self._peers.gather(np.array([*mine, self.cap, self.drawn]))
         self.busy, errors, caps, drawn = rows.T
         self.partitioner.lower_caps(caps)

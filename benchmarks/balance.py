@@ -166,9 +166,11 @@ def analyse(
         "communication_seconds": float(np.median(exchange)),
         # What the balancer, the sampler and late wake-ups add to the modelled compute, per worker.
         "busy_above_true_seconds": np.median(busy - true, axis=0).tolist(),
+        "steps": len(wall),
+        "wall_seconds": float(wall.sum()),
         "wall_over_ideal": float(wall.sum() / ideal.sum()),
         "wall_over_ideal_balanced": over,
-        "fit": records[0]["fit"],
+        "fits": records[0]["fits"],
         "imbalance": imbalance.tolist(),
         "batch_sizes": sizes.tolist(),
     }

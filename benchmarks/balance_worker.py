@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from balancer import Balancer, StepTimes, wrap
 from cluster import join
+from partitioner import TimeModel
 
 FEATURES, CLASSES = 32, 10
 # Seconds until a collective that does not end is an error; far longer than any step.
@@ -66,7 +67,7 @@ def train(run: dict[str, Any]) -> dict[str, Any]:
     """Trains for the run's epochs.
 
     Returns batch_sizes [S, n] as used, this worker's busy and wait [S] (s), moments [S+1] (s) at
-    which its steps began and the last one ended, and the time model's last fit.
+    which its steps began and the last one ended, and the time model's fits after each epoch.
     """
     size = run["batch_size"] * run["epoch_steps"]
     draw = torch.Generator().manual_seed(run["seed"])
@@ -80,7 +81,7 @@ def train(run: dict[str, Any]) -> dict[str, Any]:
     balancer.attach(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     compute = ModelledCompute(balancer, run["phases"], run["jitter"], run["seed"])
-    plans, parts, moments = [], [], []
+    plans, parts, moments, fits = [], [], [], []
     dist.barrier()
     for epoch in range(run["epochs"]):
         for index in balancer.steps(balancer.sampler, epoch, run["lookahead"]):
@@ -92,16 +93,22 @@ def train(run: dict[str, Any]) -> dict[str, Any]:
             compute.end()
         plans.append(balancer.plan.batch_sizes)
         parts.append(balancer.step_times())
+        fits.append(fit(balancer.partitioner.time_model))
     moments.append(time.perf_counter())
-    times, time_model = StepTimes.joined(parts), balancer.partitioner.time_model
-    a, d = time_model.fit()
+    times = StepTimes.joined(parts)
     return {
         "batch_sizes": np.concatenate(plans).tolist(),
         "busy": times.busy.tolist(),
         "wait": times.wait.tolist(),
         "moments": moments,
-        "fit": {"known": time_model.known, "a": a.tolist(), "d": d.tolist()},
+        "fits": fits,
     }
+
+
+def fit(time_model: TimeModel) -> dict[str, Any]:
+    """Seconds per sample and seconds, [n] each, and whether they rest on measurements alone."""
+    a, d = time_model.fit()
+    return {"known": time_model.known, "a": a.tolist(), "d": d.tolist()}
 
 
 def main(job: Path, folder: Path) -> None:

@@ -65,8 +65,8 @@ class Amount:
     steps: int
 
 
-AMOUNTS = {"lenet": Amount(48, 8), "resnet20": Amount(20, 1), "vgg16": Amount(8, 1)}
-QUICK_AMOUNTS = {"lenet": Amount(12, 4), "resnet20": Amount(4, 1), "vgg16": Amount(1, 1)}
+AMOUNTS = {"lenet": Amount(160, 4), "resnet20": Amount(24, 1), "vgg16": Amount(8, 1)}
+QUICK_AMOUNTS = {"lenet": Amount(40, 4), "resnet20": Amount(6, 1)}
 
 
 def main() -> int:

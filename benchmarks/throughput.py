@@ -192,7 +192,7 @@ def _flat(run: Mapping[str, Any]) -> dict[str, Any]:
         "format": run["memory_format"],
         "samples/s": run["samples_per_second"],
         "speed-up": run["speed_up"],
-        "step": 1000 * run["seconds_per_step"],
+        "whole step": 1000 * run["seconds_per_step"],
         **{name: 1000 * seconds for name, seconds in run["phases"].items()},
     }
 

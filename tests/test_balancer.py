@@ -10,11 +10,21 @@ import numpy as np
 import pytest
 import torch
 from processes import run_workers, values
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
-from balancer import Balancer, StepClock, average_buffers, broadcast_state, typical, wrap
+from balancer import (
+    Balancer,
+    StepClock,
+    average_buffers,
+    broadcast_state,
+    since_change,
+    typical,
+    wrap,
+)
 from cluster import join
 from partitioner import PlanError, epoch_order, part
 
@@ -261,6 +271,35 @@ def test_a_single_spike_moves_neither_the_typical_time_nor_its_error():
     spiked[7] = 50.0
     assert typical(spiked)[0] == pytest.approx(typical(times)[0], rel=0.01)
     assert typical(spiked)[1] == pytest.approx(typical(times)[1], rel=0.3)
+
+
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([17, 37, 57, 200]),
+    st.floats(0, 1),
+    st.sampled_from([1 / 3, 0.5, 0.7, 1.5, 2.0, 5.0]),
+    st.floats(0.001, 0.05),
+)
+def test_times_before_an_abrupt_change_are_cut_off(seed, steps, place, factor, noise):
+    # The gap of the closest levels is six times the strongest noise.
+    after = int(np.clip(place * steps, steps // 8 + 2, steps - steps // 8 - 2))
+    times = np.exp(np.random.default_rng(seed).normal(0, noise, steps))
+    times[after:] *= factor
+    cut = steps - len(since_change(times))
+    # A step of noise may look as if it were on the other side, more hardly.
+    assert abs(cut - after) <= 2 if noise > 0.02 else cut == after
+
+
+@given(st.integers(0, 2**32 - 1), st.floats(0.0, 0.05), st.integers(0, 190))
+def test_noise_and_spikes_cut_nothing_off(seed, noise, place):
+    times = np.exp(np.random.default_rng(seed).normal(0, noise, 200))
+    times[place : place + 10] *= 3
+    assert len(since_change(times)) == 200
+
+
+@pytest.mark.parametrize("steps", range(1, 12))
+def test_few_or_equal_times_are_all_kept(steps):
+    assert len(since_change(np.full(steps, 0.1))) == steps
 
 
 # --- plans ------------------------------------------------------------------------------------

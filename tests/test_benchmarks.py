@@ -148,7 +148,7 @@ def records(sizes: np.ndarray, walls: np.ndarray, busy: np.ndarray) -> list[dict
             "busy": busy[:, rank].tolist(),
             "wait": wait[:, rank].tolist(),
             "moments": np.concatenate([[5.0], 5.0 + np.cumsum(walls)]).tolist(),
-            "fit": {"known": True, "a": [1.0, 1.0], "d": [0.0, 0.0]},
+            "fits": [{"known": True, "a": [1.0, 1.0], "d": [0.0, 0.0]}],
         }
         for rank in range(2)
     ]
@@ -202,7 +202,7 @@ def test_real_workers_take_as_long_as_modelled_and_are_balanced(short_results):
         # On a busy machine workers wake up late, never early.
         assert all(-0.001 < above < 0.05 for above in run["busy_above_true_seconds"])
         assert run["communication_seconds"] > 0 and run["wall_over_ideal"] > 0.95
-        assert run["fit"]["known"] and run["phases"][0]["measured_after_two"] > 0.95
+        assert run["fits"][-1]["known"] and run["phases"][0]["measured_after_two"] > 0.95
     json.dumps(short_results, allow_nan=False)
     assert [row["policy"] for row in balance.rows(short_results)] == [
         "proportional, every epoch", "affine, every epoch",
