@@ -6,7 +6,8 @@ Real gloo processes on this machine take real DDP steps through balancer.py. Onl
 modelled: a step of worker i lasts as long as its true cost says, with 2 % jitter, so that the best
 possible step time T* is known. Reported is, per scenario and policy, the true imbalance
 max_i t_i / T* after the rebalances, the number of steps until it stays below 1.05, and from then
-on the wall time against the ideal: T* and that step's own all-reduce. T* knows neither the jitter
+on the wall time against the ideal: T* and that step's own all-reduce, which lasts from when the last
+worker is ready until every worker has the sum. T* knows neither the jitter
 nor what the balancer itself takes.
 
 A change of speed at the border of two epochs has targets. One amid an epoch has a target for
@@ -141,7 +142,9 @@ def analyse(
 ) -> dict[str, Any]:
     """What one run says; records: its workers' (see balance_worker.train)."""
     sizes = np.array(records[0]["batch_sizes"])
-    busy, wait = (np.array([record[key] for record in records]).T for key in ("busy", "wait"))
+    busy, ready, exchanged = (
+        np.array([record[key] for record in records]).T for key in ("busy", "ready", "exchanged")
+    )
     true, best = np.zeros(sizes.shape), np.zeros(len(sizes))
     starts = [phase.first_step for phase in scenario.phases]
     for phase in scenario.phases:
@@ -154,8 +157,8 @@ def analyse(
         phases.append(judged(imbalance[start:end], measured[start:end], second))
         steps = phases[-1]["steps_until_within"]
         balanced[start + (end - start if steps is None else steps) : end] = True
-    # Who was last waits for nobody: what is left is the all-reduce itself.
-    exchange = wait.min(1)
+    # The all-reduce itself: from when the last worker is ready until every worker has the sum.
+    exchange = exchanged.max(1) - ready.max(1)
     wall, ideal = np.diff(records[0]["moments"]), best + exchange
     over = float(wall[balanced].sum() / ideal[balanced].sum()) if balanced.any() else None
     return {

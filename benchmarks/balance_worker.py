@@ -66,8 +66,9 @@ class ModelledCompute:
 def train(run: dict[str, Any]) -> dict[str, Any]:
     """Trains for the run's epochs.
 
-    Returns batch_sizes [S, n] as used, this worker's busy and wait [S] (s), moments [S+1] (s) at
-    which its steps began and the last one ended, and the time model's fits after each epoch.
+    Returns batch_sizes [S, n] as used, this worker's busy times [S] (s), the moments (s, of the
+    machine's clock) at which its steps began and the last one ended, [S+1], its last bucket was
+    ready, [S], and it had the sum, [S], and the time model's fits after each epoch.
     """
     size = run["batch_size"] * run["epoch_steps"]
     draw = torch.Generator().manual_seed(run["seed"])
@@ -96,11 +97,13 @@ def train(run: dict[str, Any]) -> dict[str, Any]:
         fits.append(fit(balancer.partitioner.time_model))
     moments.append(time.perf_counter())
     times = StepTimes.joined(parts)
+    ready = np.array(moments[:-1]) + times.forward + times.backward + times.delay
     return {
         "batch_sizes": np.concatenate(plans).tolist(),
         "busy": times.busy.tolist(),
-        "wait": times.wait.tolist(),
         "moments": moments,
+        "ready": ready.tolist(),
+        "exchanged": (ready + times.wait).tolist(),
         "fits": fits,
     }
 
