@@ -48,6 +48,7 @@ TRIM = 0.1
 # Times before and after a change of speed differ by this part of the later ones, and by so many
 # times the spread within either side.
 CHANGE, SPREADS = 0.1, 4.0
+LEAST_SIDE = 4  # times
 
 
 # --- time -------------------------------------------------------------------------------------
@@ -168,10 +169,11 @@ def since_change(times: np.ndarray) -> np.ndarray:
 
     The place is where two means fit best in least squares (Sen and Srivastava, Annals of Statistics
     3(1), 1975), after spikes have been clipped. Where one side would be so short that `typical`
-    trims it, nothing is cut off.
+    trims it or that it says little, nothing is cut off.
     """
     steps, trimmed = len(times), _trimmed(len(times))
-    before = np.arange(trimmed + 1, steps - trimmed)
+    least = max(trimmed + 1, LEAST_SIDE)
+    before = np.arange(least, steps - least + 1)
     if not len(before):
         return times
     ordered = np.sort(times)
@@ -423,11 +425,12 @@ class Balancer:
 
     def weight(self) -> float:
         """The factor of this worker's mean gradient in the sum over all workers, at this step."""
-        sizes = self.plan.batch_sizes[self.next_step]
         if self.gradient_weight == "uniform":
-            return 1.0 / len(sizes)
-        share = float(sizes[self.rank]) / float(sizes.sum())
-        return share if self.gradient_weight == "share" else share / len(sizes)
+            return 1.0 / self.workers
+        # A list: arithmetic with NumPy's scalars is felt in the step of a small model.
+        sizes = self.plan.batch_sizes[self.next_step].tolist()
+        share = sizes[self.rank] / sum(sizes)
+        return share if self.gradient_weight == "share" else share / self.workers
 
     def epoch_share(self) -> float:
         """This worker's part of all samples that the planned epoch trains on."""

@@ -232,10 +232,11 @@ class Trainer:
         self, model: nn.Module, images: Tensor, labels: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Outputs [b, classes] and their mean loss, in the config's precision."""
-        half = self.config.precision == "bf16"
-        with torch.autocast(self.workers.device.type, torch.bfloat16, enabled=half):
+        if self.config.precision != "bf16":
             outputs = model(images)
-        outputs = outputs.float() if half else outputs
+        else:
+            with torch.autocast(self.workers.device.type, torch.bfloat16):
+                outputs = model(images).float()
         return outputs, cross_entropy(outputs, labels)
 
     def _set_learning_rate(self, epoch: int) -> float:
