@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 from configs.errors import UserError
 from configs.files import read_mapping
 from configs.filling import fill, setting
-from partitioner import LeftOut, PlanError
+from partitioner import LeftOut
 from simulation.exchange import Exchange, ring
 from simulation.model import Cluster, Phase, Run, Strategy, simulate
 
@@ -105,12 +105,7 @@ def read_cluster(path: str | Path) -> tuple[ClusterFile, Cluster]:
         )
     counts = [group.count for group in file.workers]
     caps = [group.max_batch or file.batch_size for group in file.workers]
-    for group, cap in zip(file.workers, caps):
-        if cap < file.min_batch:
-            raise UserError(
-                f"{where}: workers {group.name}: max_batch {cap} is less than min_batch "
-                f"{file.min_batch}: raise the one or lower the other"
-            )
+    _check_bounds(file, caps, counts, where)
     workers = sum(counts)
     cluster = Cluster(
         file.batch_size,
@@ -121,10 +116,6 @@ def read_cluster(path: str | Path) -> tuple[ClusterFile, Cluster]:
         np.repeat(np.array(caps, float), counts),
         file.epoch_seconds,
     )
-    try:
-        cluster.optima
-    except PlanError as error:
-        raise UserError(f"{where}: batch_size, min_batch and max_batch: {error}") from error
     return file, cluster
 
 
@@ -193,8 +184,9 @@ def cluster_remarks(results: Mapping[str, Any]) -> list[str]:
         line = f"from step {phase['first_step']}: T* = {1e3 * phase['optimum_seconds']:.4g} ms"
         without = phase["better_without"]
         if without is not None:
-            who = without["ranks"] or "workers"
-            line += f"; {1e3 * without['seconds']:.4g} ms without {without['count']} {who}"
+            ranks = without["ranks"] or [f"{without['count']} of them"]
+            who = ", ".join(map(str, ranks))
+            line += f"; {1e3 * without['seconds']:.4g} ms without the workers {who}"
         lines.append(line)
     return lines
 
@@ -204,6 +196,25 @@ def cluster_misses(file: ClusterFile, results: Mapping[str, Any]) -> list[str]:
     if file.least_efficiency is None or best >= file.least_efficiency:
         return []
     return [f"efficiency of the last epoch {best:.3f}, not {file.least_efficiency}"]
+
+
+def _check_bounds(
+    file: ClusterFile, caps: Sequence[int], counts: Sequence[int], where: str
+) -> None:
+    """Raises UserError where the bounds contradict each other or cannot hold the batch."""
+    for group, cap in zip(file.workers, caps):
+        if cap < file.min_batch:
+            raise UserError(
+                f"{where}: workers {group.name}: max_batch {cap} is less than min_batch "
+                f"{file.min_batch}: raise the one or lower the other"
+            )
+    least = file.min_batch * sum(counts)
+    most = sum(cap * count for cap, count in zip(caps, counts))
+    if not least <= file.batch_size <= most:
+        raise UserError(
+            f"{where}: batch_size {file.batch_size} does not fit: by min_batch and max_batch the "
+            f"workers take {least} to {most} samples"
+        )
 
 
 def _phases(

@@ -54,9 +54,7 @@ def ring_seconds(workers: int, size: float, bandwidth: float, latency: float) ->
     return hops / workers * size / bandwidth + hops * latency
 
 
-def ring(
-    workers: int, size: float, bandwidth: float, latency: float, overlapped: bool
-) -> Exchange:
+def ring(workers: int, size: float, bandwidth: float, latency: float, overlapped: bool) -> Exchange:
     """The exchange of `size` bytes of gradients, whole or in buckets."""
     buckets = math.ceil(size / BUCKET_BYTES) if overlapped else 1
     return Exchange(ring_seconds(workers, size / buckets, bandwidth, latency), buckets)

@@ -15,6 +15,7 @@ from functools import cached_property
 
 import numpy as np
 
+import balancer
 from balancer import TRIM, WARM_UP_STEPS, EpochPlan
 from partitioner import LeftOut, Optimum, Partitioner, better_without, optimum
 from simulation.exchange import Exchange
@@ -62,6 +63,10 @@ class Cluster:
             better_without(phase.a, phase.d, self.batch_size, self.minimum, self.maximum, best)
             for phase, best in zip(self.phases, self.optima)
         ]
+
+    def changes_within(self, first: int, stop: int) -> bool:
+        """Whether costs change between two of the run's steps first … stop-1."""
+        return any(first < phase.first_step < stop for phase in self.phases)
 
     def phases_of(self, first: int, stop: int) -> Iterator[tuple[int, slice]]:
         """Which phases hold within the run's steps first … stop-1: (number, steps from `first`)."""
@@ -145,7 +150,8 @@ def simulate(cluster: Cluster, strategy: Strategy, epochs: int, seed: int = 0) -
             busy_sum += busy.sum(0)
             if due:
                 clean = plan.clean_steps(first, stop)
-                measured = typical(busy[clean - first])
+                changing = cluster.changes_within(begin + clean[0], begin + clean[-1] + 1)
+                measured = _measured(busy[clean - first], changing)
                 partitioner.rebalance(plan.batch_sizes[clean[0]], *measured)
                 plan.batch_sizes[stop + strategy.lookahead :] = partitioner.batch_sizes
         busy_seconds.append(busy_sum / cluster.epoch_steps)
@@ -171,6 +177,15 @@ def typical(times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     kept = np.sort(times, axis=0)[cut : count - cut]
     means = kept.mean(0)
     return means, kept.std(0) / np.sqrt(len(kept)) if len(kept) >= 3 else 0.1 * means
+
+
+def _measured(busy: np.ndarray, changing: bool) -> tuple[np.ndarray, np.ndarray]:
+    """What the workers tell of busy times [S, n]: means and standard errors, [n] each."""
+    if not changing:
+        return typical(busy)
+    told = [balancer.typical(balancer.since_change(times)) for times in busy.T]
+    means, errors = np.array(told).T
+    return means, errors
 
 
 def _lay_out(epoch: int, cluster: Cluster, partitioner: Partitioner) -> EpochPlan:

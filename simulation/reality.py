@@ -64,6 +64,21 @@ def reality_misses(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return misses
 
 
+def reality_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A line of the table per run."""
+    return [
+        {
+            "scenario": row["scenario"],
+            "run": row["run"],
+            "predicted (s)": row["predicted_seconds"],
+            "measured (s)": row["measured_seconds"],
+            "off (%)": None if row["error"] is None else 100 * row["error"],
+            "fit": row["fit_of"],
+        }
+        for row in rows
+    ]
+
+
 def phase_fits(
     scenario: Mapping[str, Any], run: Mapping[str, Any], epoch_steps: int
 ) -> list[tuple[Fit, str]] | None:
@@ -73,10 +88,9 @@ def phase_fits(
     most then. While a run has not seen each worker at two batch sizes since its speed changed, its
     fit's split into a and d is a guess, and another run's on the same workers is better.
     """
-    order = [policy for policy in DONORS]
     others = sorted(
-        (other for other in scenario["runs"] if other is not run and other["policy"] in order),
-        key=lambda other: order.index(other["policy"]),
+        (other for other in scenario["runs"] if other is not run and other["policy"] in DONORS),
+        key=lambda other: DONORS.index(other["policy"]),
     )
     chosen = []
     for number in range(len(scenario["phases"])):
@@ -104,7 +118,11 @@ def _compared(
     results: Mapping[str, Any], scenario: Mapping[str, Any], run: Mapping[str, Any]
 ) -> dict[str, Any]:
     fits = phase_fits(scenario, run, results["epoch_steps"])
-    row = {"scenario": scenario["name"], "run": run["label"], "measured_seconds": run["wall_seconds"]}
+    row = {
+        "scenario": scenario["name"],
+        "run": run["label"],
+        "measured_seconds": run["wall_seconds"],
+    }
     if fits is None:
         # Nothing better than a guess: said, not hidden behind a number.
         return {**row, "predicted_seconds": None, "error": None, "fit_of": "no run has a known fit"}
