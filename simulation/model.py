@@ -4,7 +4,9 @@ Worker i's busy time with b samples is (a_i * b + d_i) times a log-normal jitter
 `jitter_i` as the deviation of its log. A step lasts as long as its slowest worker and what the
 exchange adds, so jitter costs: the greatest of n jittered times exceeds the greatest of their
 medians. After each epoch, or each `every` steps, the partitioner gets what balancer.py would have
-measured, and its plan takes effect where balancer.py's would.
+measured, and its plan takes effect where balancer.py's would. balancer.py looks for a change of
+speed in every segment; here it is looked for only where there is one, so that of jitter beyond some
+3 % the model takes nothing for a change.
 """
 
 from __future__ import annotations
