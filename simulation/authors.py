@@ -18,6 +18,7 @@ jitter, so none is assumed.
 from __future__ import annotations
 
 import csv
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,8 +97,8 @@ def measured_parts(row: Row, busy: float) -> Parts:
     )
 
 
-def simulated(row: Row, undelayed: float, beside: Parts) -> Run:
-    """A run of the paper's rule under the row's delay, with the time `beside` the busy time."""
+def simulated(row: Row, undelayed: float, beside: Parts, policy: str) -> Run:
+    """A run under the row's delay, with the time `beside` the busy time."""
     steps = int(row["iterations_per_epoch"])
     a = np.full(2, undelayed / SAMPLES_PER_WORKER)
     phase = Phase(0, a, np.array([0.0, row["delay_seconds"]]), np.zeros(2))
@@ -111,7 +112,7 @@ def simulated(row: Row, undelayed: float, beside: Parts) -> Run:
         np.full(2, float(batch)),
         beside.evaluation + beside.epoch_rest,
     )
-    return simulate(cluster, Strategy("proportional"), int(row["epochs"]))
+    return simulate(cluster, Strategy(policy), int(row["epochs"]))
 
 
 def _predicted(
@@ -121,38 +122,34 @@ def _predicted(
     own = sync[key]
     undelayed = sync[key[0], COMPUTE_FROM.get(key, key[1])]["process_seconds_rank0_last50"]
     beside = measured_parts(own, _slowest(own))
-    run = simulated(row, undelayed, beside)
-    balanced = run.busy_seconds[-LAST_EPOCHS:].mean(0)
+    run, equal = (simulated(row, undelayed, beside, policy) for policy in ("proportional", "equal"))
     busy = run.busy_seconds.max(1).mean() * row["iterations_per_epoch"]
-    predicted = Parts(**{**vars(beside), "busy": float(busy)})
-    measured = measured_parts(row, measured_busy)
-    seconds, epochs = run.seconds, row["epochs"]
     return {
-        "model": row["model"],
-        "delay_seconds": row["delay_seconds"],
-        "algorithm": row["algorithm"],
-        "predicted_run_seconds": seconds,
-        "measured_run_seconds": row["run_seconds_mean"],
-        "measured_run_seconds_std": row["run_seconds_std"],
-        "error": seconds / row["run_seconds_mean"] - 1,
-        # The same prediction where the sync-sgd row's run time is not used, or only its phases.
-        "error_without_epoch_rest": _error(seconds - epochs * beside.epoch_rest, row),
-        "error_from_phases_alone": _error(
-            seconds - epochs * (beside.epoch_rest + beside.step_rest), row
-        ),
-        "predicted_busy_seconds": balanced.tolist(),
-        "measured_busy_seconds": [
-            row["process_seconds_rank0_last50"], row["process_seconds_rank1_last50"],
-        ],
-        "predicted_epoch_parts": predicted.facts(),
-        "measured_epoch_parts": measured.facts(),
-        "predicted_speed_up": own["run_seconds_mean"] / seconds,
+        **{name: row[name] for name in ("model", "delay_seconds", "algorithm")},
+        **_run_times(row, run.seconds, beside),
+        "predicted_busy_seconds": run.busy_seconds[-LAST_EPOCHS:].mean(0).tolist(),
+        "measured_busy_seconds": [row[f"process_seconds_rank{rank}_last50"] for rank in (0, 1)],
+        "predicted_epoch_parts": dataclasses.replace(beside, busy=float(busy)).facts(),
+        "measured_epoch_parts": measured_parts(row, measured_busy).facts(),
+        "predicted_speed_up": equal.seconds / run.seconds,
         "measured_speed_up": own["run_seconds_mean"] / row["run_seconds_mean"],
-    }  # fmt: skip
+    }
 
 
-def _error(seconds: float, row: Row) -> float:
-    return seconds / row["run_seconds_mean"] - 1
+def _run_times(row: Row, seconds: float, beside: Parts) -> dict[str, float]:
+    """Predicted against measured, and what using less of the sync-sgd row would give."""
+    measured, epochs = row["run_seconds_mean"], row["epochs"]
+    without_rest = seconds - epochs * beside.epoch_rest
+    return {
+        "predicted_run_seconds": seconds,
+        "measured_run_seconds": measured,
+        "measured_run_seconds_std": row["run_seconds_std"],
+        "error": seconds / measured - 1,
+        # Steps and evaluation of the last of the five runs, not the mean run time of all.
+        "error_without_epoch_rest": without_rest / measured - 1,
+        # Busy, reduce and evaluation times alone.
+        "error_from_phases_alone": (without_rest - epochs * beside.step_rest) / measured - 1,
+    }
 
 
 def _slowest(row: Row) -> float:
