@@ -129,6 +129,7 @@ def _predicted(
         **_run_times(row, run.seconds, beside),
         "predicted_busy_seconds": run.busy_seconds[-LAST_EPOCHS:].mean(0).tolist(),
         "measured_busy_seconds": [row[f"process_seconds_rank{rank}_last50"] for rank in (0, 1)],
+        "optimum_seconds": float(run.optimum_seconds[0]),
         "predicted_epoch_parts": dataclasses.replace(beside, busy=float(busy)).facts(),
         "measured_epoch_parts": measured_parts(row, measured_busy).facts(),
         "predicted_speed_up": equal.seconds / run.seconds,

@@ -371,6 +371,7 @@ def test_predictions_settle_where_the_closed_form_does(predicted):
     for run in predicted:
         level = undelayed[run["model"], run["delay_seconds"]] + run["delay_seconds"] / 2
         assert run["predicted_busy_seconds"] == pytest.approx([level] * 2, rel=0.01)
+        assert run["optimum_seconds"] == pytest.approx(level, rel=0.01)
 
 
 def test_the_parts_of_an_epoch_add_up_to_the_run(predicted):
