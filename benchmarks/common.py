@@ -33,13 +33,19 @@ def arguments(description: str) -> argparse.Namespace:
     parser.add_argument("--check", action="store_true", help="exit with 1 if a target is missed")
     parser.add_argument("--quick", action="store_true", help="fewer and shorter measurements")
     options = parser.parse_args()
-    if options.out is not None:
-        # Not after minutes of measuring.
-        try:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            parser.error(f"--out {options.out}: cannot make its folder ({error.strerror})")
+    make_folder(parser, options.out)
     return options
+
+
+def make_folder(parser: argparse.ArgumentParser, out: Path | None) -> None:
+    """The folder of a file to be written; ends the program where it cannot be made."""
+    if out is None:
+        return
+    # Not after minutes of measuring.
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out {out}: cannot make its folder ({error.strerror})")
 
 
 def finish(

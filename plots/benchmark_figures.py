@@ -1,8 +1,9 @@
-"""Figures of the benchmarks' results.
+"""Figures of the benchmarks' and the simulator's results.
 
     python -m plots.benchmark_figures results/balance.json --out figures
+    python -m plots.benchmark_figures results/scale/scale.json --out results/scale
 
-writes the benchmark's figure as SVG and PNG. Needs its JSON file alone.
+writes the record's figure as SVG and PNG. Needs its JSON file alone.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -25,6 +27,16 @@ from plots import style
 
 COLUMNS = 2
 PANEL_WIDTH, PANEL_HEIGHT = 3.6, 2.0
+# A policy's curve looks in every figure as in the one of benchmarks/balance.py, by these labels.
+POLICY_LABELS = {
+    "equal": "equal",
+    "proportional": "proportional, every epoch",
+    "affine": "affine, every epoch",
+}
+OTHER_LABELS = ("affine, every 20 steps",)
+# Whose epochs are shown: beyond, the ring hides what balance does.
+SHOWN_WORKERS = 1024
+PERFECT = {"color": style.DARK, "linestyle": ":", "linewidth": 1.2}
 
 
 def balance(results: Mapping[str, Any]) -> Figure:
@@ -78,7 +90,63 @@ def _imbalance(
     axis.set_ylabel("imbalance")
 
 
-FIGURES: dict[str, Callable[[Mapping[str, Any]], Figure]] = {"balance": balance}
+def scale(results: Mapping[str, Any]) -> Figure:
+    """Efficiency over the number of workers, and over the epochs at SHOWN_WORKERS."""
+    sizes = results["sizes"]
+    all_cues = style.variant_cues([*POLICY_LABELS.values(), *OTHER_LABELS])
+    cues = {policy: all_cues[label] for policy, label in POLICY_LABELS.items()}
+    figure = style.figure(2 * PANEL_WIDTH, 3.6)
+    left, right = figure.subplots(1, 2, sharey=True)
+    handles = _over_workers(left, sizes, cues)
+    _over_epochs(right, next(x for x in sizes if x["workers"] == SHOWN_WORKERS), cues)
+    left.set_ylabel("efficiency: T* / step time (%)")
+    left.set_ylim(0, 100)
+    style.title(figure, "Simulated: GPUs of four generations, 128 samples per worker and step")
+    style.legend(figure, handles)
+    return figure
+
+
+def _over_workers(
+    axis: Axes, sizes: Sequence[Mapping[str, Any]], cues: Mapping[str, style.Cue]
+) -> list[Artist]:
+    """The last epoch's efficiencies; shaded between the least and the most of clusters drawn."""
+    workers = [size["workers"] for size in sizes]
+    handles: list[Artist] = []
+    for number, runs in enumerate(zip(*(size["runs"] for size in sizes))):
+        policy = runs[0]["policy"]
+        bounds = (
+            [100 * run[key] for run in runs] for key in ("least_efficiency", "most_efficiency")
+        )
+        axis.fill_between(workers, *bounds, color=cues[policy].color, alpha=0.15, linewidth=0)
+        handles += axis.plot(
+            workers, [100 * run["efficiency"][-1] for run in runs], label=POLICY_LABELS[policy],
+            markevery=(number % 2, 2), **_looks(cues[policy]),
+        )  # fmt: skip
+    perfect = [100 * size["perfect_efficiency"] for size in sizes]
+    handles += axis.plot(workers, perfect, label="perfect balance, no jitter", **PERFECT)
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(workers[1::2], [f"{count:,}" for count in workers[1::2]])
+    axis.set_xlabel("workers")
+    axis.set_title("last epoch (shaded: all clusters drawn)")
+    return handles
+
+
+def _over_epochs(axis: Axes, size: Mapping[str, Any], cues: Mapping[str, style.Cue]) -> None:
+    """Every policy's efficiency in each epoch."""
+    axis.axhline(100 * size["perfect_efficiency"], **PERFECT)
+    for number, run in enumerate(size["runs"]):
+        curve = 100 * np.array(run["efficiency"])
+        marks = style.markers_at(len(curve), number)
+        axis.plot(curve, markevery=marks, **_looks(cues[run["policy"]]))
+    style.epoch_axis(axis, 0, len(curve) - 1, "epoch (first is 0)")
+    axis.set_title(f"{size['workers']:,} workers")
+
+
+def _looks(cue: style.Cue) -> dict[str, Any]:
+    return {"color": cue.color, "linestyle": cue.linestyle, "marker": cue.marker}
+
+
+FIGURES: dict[str, Callable[[Mapping[str, Any]], Figure]] = {"balance": balance, "scale": scale}
 
 
 def write_figure(path: Path, folder: Path) -> list[Path]:

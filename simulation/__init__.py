@@ -1,0 +1,1 @@
+"""Predicted step and epoch times: the model, clusters from files, and comparisons with records."""
