@@ -144,7 +144,7 @@ class RunFolder:
         (self.path / LOCK).unlink(missing_ok=True)
 
     def _continues(self, config: Config, workers: int, resume: str) -> bool:
-        if (self.path / FINAL).exists():
+        if is_finished(self.path):
             raise UserError(f"{self.path} holds a finished run: --overwrite to do it again")
         if not (self.path / CHECKPOINT).exists() and not (self.path / EPOCHS).exists():
             return False
@@ -370,6 +370,19 @@ def read_run(path: Path | str) -> Run:
         raise UserError(f"{path / EPOCHS} has no epoch yet")
     config, facts = read_mapping(path / CONFIG), _read_json(path / PROVENANCE)
     return Run(path, config, facts, epochs, _read_steps(path))
+
+
+def is_finished(path: Path) -> bool:
+    """Whether a run's folder holds all epochs: with its final weights, or shipped without them.
+
+    A folder with a checkpoint is still being trained, however many epochs it has recorded.
+    """
+    if (path / FINAL).exists():
+        return True
+    if (path / CHECKPOINT).exists() or not (path / CONFIG).exists():
+        return False
+    config = from_mapping(read_mapping(path / CONFIG), where=str(path / CONFIG))
+    return len(_epoch_lines(path)) >= config.epochs
 
 
 def batch_sizes_by_epoch(path: Path | str) -> list[list[list[int]]]:

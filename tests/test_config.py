@@ -40,7 +40,7 @@ data.test_samples optimizer.lr optimizer.momentum optimizer.nesterov optimizer.w
 schedule.kind partition.policy partition.shares partition.every partition.min_batch
 partition.max_batch partition.min_gain partition.replay
 stragglers.N.ranks stragglers.N.kind stragglers.N.seconds
-stragglers.N.fraction stragglers.N.shape stragglers.N.scale stragglers.N.factor
+stragglers.N.fraction stragglers.N.busy_seconds stragglers.N.shape stragglers.N.scale stragglers.N.factor
 stragglers.N.first_epoch stragglers.N.last_epoch
 """.split()
 
