@@ -180,8 +180,8 @@ class RunFolder:
         _write(self.path / CONFIG, lambda file: file.write(text.encode()))
 
     def _check_workers(self, workers: int) -> None:
-        path = self.path / PROVENANCE
-        if path.exists() and (before := _read_json(path).get("world_size")) != workers:
+        before = recorded_workers(self.path)
+        if before not in (None, workers):
             raise UserError(
                 f"{self.path} holds an unfinished run of {before} workers, not {workers}: "
                 f"start {before}, or --overwrite"
@@ -383,6 +383,18 @@ def is_finished(path: Path) -> bool:
         return False
     config = from_mapping(read_mapping(path / CONFIG), where=str(path / CONFIG))
     return len(_epoch_lines(path)) >= config.epochs
+
+
+def count_epochs(path: Path) -> int:
+    """How many epochs a run's folder has recorded."""
+    file = path / EPOCHS
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+def recorded_workers(path: Path) -> int | None:
+    """The number of workers of the run in a folder; None where it has not got so far."""
+    file = path / PROVENANCE
+    return _read_json(file).get("world_size") if file.exists() else None
 
 
 def batch_sizes_by_epoch(path: Path | str) -> list[list[list[int]]]:

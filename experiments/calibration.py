@@ -8,10 +8,9 @@ from __future__ import annotations
 import json
 import math
 import os
-import platform
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from benchmarks.common import machine
 from configs.errors import UserError
 from configs.schema import Config, StragglerRule, from_mapping, resolve, to_mapping
 from data.sources import outline
@@ -42,14 +42,17 @@ _WORKLOAD = (
 class Calibrations:
     """The measurements in an output folder's calibration.json, one per workload."""
 
-    def __init__(self, output: Path) -> None:
-        self.path = output / FILE
+    def __init__(self, output: Path, workers: int | None) -> None:
+        self.path, self._workers = output / FILE, workers
         self._entries: list[dict[str, Any]] = _read(self.path) if self.path.exists() else []
 
     def find(self, config: Config) -> dict[str, Any] | None:
-        """The measurement of a config's workload, or None."""
+        """The measurement of a config's workload on this number of workers, or None."""
         own = workload(config)
-        return next((entry for entry in self._entries if entry["workload"] == own), None)
+        for entry in self._entries:
+            if self._workers in (None, len(entry["busy_seconds"])) and entry["workload"] == own:
+                return entry
+        return None
 
     def add(self, entry: dict[str, Any]) -> None:
         self._entries.append(entry)
@@ -94,7 +97,6 @@ def measure(
     launcher: Launcher,
     output: Path,
     log: Path,
-    watch: Callable[[], None],
 ) -> dict[str, Any]:
     """Trains for a moment without delays at an equal split; the entry for calibration.json.
 
@@ -117,7 +119,7 @@ def measure(
     try:
         file = scratch / "config.yaml"
         file.write_text(yaml.safe_dump(short, sort_keys=False))
-        code = launcher.run(["--config", str(file), "--output", str(scratch)], log, watch)
+        code = launcher.run(["--config", str(file), "--output", str(scratch)], log)
         if code != 0:
             raise UserError(f"calibration failed with exit code {code}: see {log}")
         run = read_run(scratch / "calibration" / "sync-sgd" / "seed-0")
@@ -139,21 +141,6 @@ def measure(
         **{key: run.provenance[key] for key in ("git_commit", "git_dirty", "versions")},
         **{key: run.provenance[key] for key in ("devices", "backend", "threads", "world_size")},
     }
-
-
-def machine() -> dict[str, Any]:
-    """What tells one machine from another, as far as a step's time is concerned."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {"processor": _processor(), "cores": cores, "platform": platform.platform()}
-
-
-def _processor() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return platform.processor() or "unknown"
-    names = [line.partition(":")[2].strip() for line in text.splitlines() if "model name" in line]
-    return names[0] if names else "unknown"
 
 
 def _with_times(

@@ -1,7 +1,7 @@
 """From an experiment file to its runs. The file is YAML; every combination is one run:
 
     name: cpu                   # output folder runs/cpu, unless --output says otherwise
-    workers: 2                  # on this node, unless --nproc-per-node says otherwise
+    workers: 2                  # on each node, unless --nproc-per-node says otherwise
     set: {precision: bf16}      # optional: keys of trainer.py's configuration, for all runs
     grids:
       - configs: [lenet-low]    # files, or names of those in configs/
@@ -24,9 +24,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,28 +96,41 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class Experiment:
-    """All runs of an experiment file, in the order in which they are made."""
+    """All runs of an experiment file, in the order in which they are made.
+
+    per_node: workers on each node, as torchrun takes it; workers: on all nodes, None where only
+    torchrun will know.
+    """
 
     name: str
     output: Path
+    per_node: str
     workers: int | None
     runs: tuple[PlannedRun, ...]
 
 
 def read_experiment(
-    path: Path, output: Path | None, workers: int | None, extra: Mapping[str, Any]
+    path: Path,
+    output: Path | None = None,
+    extra: Mapping[str, Any] | None = None,
+    per_node: str | None = None,
+    nodes: str | None = None,
 ) -> Experiment:
     """The checked runs of an experiment file.
 
-    output, workers: win over the file's, as do the keys in `extra` over all it sets. Raises
-    UserError that names the file and the place in it.
+    output, per_node (workers of a node) and the keys in `extra` win over what the file says; nodes:
+    their number, both as torchrun takes them. Raises UserError that names the file and the place
+    in it.
     """
     where, mapping = printable(str(path)), files.read_mapping(path)
     _check_keys(mapping, ("name", "workers", "set", "grids"), where)
     name = mapping.get("name")
     if not isinstance(name, str) or not re.fullmatch(NAME, name):
         raise UserError(f"{where}: name must be given, of letters, digits, . _ + = -")
-    workers = _workers(mapping.get("workers"), where) if workers is None else workers
+    per_node = _per_node(mapping.get("workers"), where) if per_node is None else per_node
+    counts = [per_node, nodes or "1"]
+    workers = math.prod(map(int, counts)) if all(map(str.isdecimal, counts)) else None
+    extra = _keys(extra, "command line")
     grids = mapping.get("grids")
     if not isinstance(grids, list) or not grids:
         raise UserError(f"{where}: grids must be a non-empty list of mappings")
@@ -130,7 +144,7 @@ def read_experiment(
     found.sort(key=lambda pair: pair[0])
     runs = _without_doubles([run for _, run in found], where)
     _check_runs(runs, workers, where)
-    return Experiment(name, output, workers, tuple(runs))
+    return Experiment(name, output, per_node, workers, tuple(runs))
 
 
 def set_keys(mapping: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -284,14 +298,14 @@ def _keys(mapping: object, where: str) -> dict[str, Any]:
     for key in mapping:
         if not isinstance(key, str) or not re.fullmatch(r"[a-z0-9_]+(\.[a-z0-9_]+)*", key):
             raise UserError(f"{where}: {printable(key)} is no dotted key, e.g. optimizer.lr")
-        if (head := key.partition(".")[0]) in _OWN_PLACE and head == key:
-            raise UserError(f"{where}: {key} is given by {_OWN_PLACE[head]}")
+        if (head := key.partition(".")[0]) in _OWN_PLACE:
+            raise UserError(f"{where}: {key} has a place of its own: {_OWN_PLACE[head]}")
     return mapping
 
 
-def _workers(value: object, where: str) -> int | None:
+def _per_node(value: object, where: str) -> str:
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
-        return value
+        return str(value or 1)
     raise UserError(f"{where}: workers must be a whole number > 0, not {printable(value)}")
 
 

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 # torchrun gives its workers 30 s to end before it kills them.
 GRACE_SECONDS = 40.0
-_POLL_SECONDS = 0.2
+_WATCH_SECONDS = 2.0
 # Options of torchrun that reproduce.py takes and hands on; each has a value.
 TORCHRUN_OPTIONS = (
     "--nproc-per-node", "--nnodes", "--node-rank", "--rdzv-backend", "--rdzv-endpoint",
@@ -41,10 +40,12 @@ class Launcher:
             *(*self.options, str(ROOT / "trainer.py"), *arguments),
         ]
 
-    def run(self, arguments: Sequence[str], log: Path, watch: Callable[[], None]) -> int:
+    def run(
+        self, arguments: Sequence[str], log: Path, watch: Callable[[], None] = lambda: None
+    ) -> int:
         """Runs it to its end, its output appended to `log`; the exit code.
 
-        watch is called every fraction of a second meanwhile. Whatever it or a signal raises ends
+        watch is called every few seconds meanwhile. Whatever it or a signal raises ends
         the run's processes first.
         """
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -58,13 +59,12 @@ class Launcher:
                 start_new_session=True,
             )
             try:
-                while process.poll() is None:
+                while (code := _ended_within(process, _WATCH_SECONDS)) is None:
                     watch()
-                    time.sleep(_POLL_SECONDS)
             finally:
                 if process.poll() is None:
                     end(process)
-        return process.returncode
+        return code
 
 
 def end(process: subprocess.Popen) -> None:
@@ -84,6 +84,13 @@ def end(process: subprocess.Popen) -> None:
                 os.kill(member[0], signal.SIGKILL)
             except ProcessLookupError:
                 pass
+
+
+def _ended_within(process: subprocess.Popen, seconds: float) -> int | None:
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
 
 
 def _descendants(pid: int) -> set[tuple[int, int]]:
