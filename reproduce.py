@@ -28,6 +28,7 @@ from experiments.calibration import Calibrations
 from experiments.grid import Experiment, read_experiment
 from experiments.launcher import ROOT, TORCHRUN_OPTIONS, Launcher
 from experiments.sitting import Sitting, plan, select
+from recorder import EPOCHS
 
 INTERRUPTED = 130
 
@@ -63,34 +64,28 @@ def _main(options: argparse.Namespace) -> int:
         print(plan(sitting))
         return 0
     sitting.work()
-    failed = sitting.failed + _write_report(experiment)
+    failed = sitting.failed + write_report(experiment)
     for line in failed:
         print(f"failed: {line}", file=sys.stderr)
     return 1 if failed else 0
 
 
-def _write_report(experiment: Experiment) -> list[str]:
+def write_report(experiment: Experiment) -> list[str]:
     """Figures, tables and the page from all records in the output folder; a line per failure."""
     folders = dict.fromkeys(run.folder.parent.parent for run in experiment.runs)
-    recorded = [str(folder) for folder in folders if any(folder.rglob("epochs.jsonl"))]
+    recorded = [str(folder.absolute()) for folder in folders if any(folder.rglob(EPOCHS))]
     if not recorded:
         return []
     output, failed = experiment.output, []
     for module, target in (("plots", output / "figures"), ("plots.report", output / "report.html")):
-        command = [sys.executable, "-m", module, *map(str, map(_absolute, recorded))]
-        done = subprocess.run(
-            [*command, "--out", str(_absolute(target))], cwd=ROOT, check=False, capture_output=True, text=True
-        )
+        command = [sys.executable, "-m", module, *recorded, "--out", str(target.absolute())]
+        done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
         if done.returncode != 0 or not target.exists():
             reason = done.stderr.strip().splitlines()[-1:] or ["it wrote nothing"]
             failed.append(f"{target}: {reason[0]}")
         else:
             print(f"written: {target}")
     return failed
-
-
-def _absolute(path: str | Path) -> Path:
-    return Path(path).absolute()
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

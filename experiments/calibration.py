@@ -10,6 +10,7 @@ import math
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
@@ -25,7 +26,7 @@ from data.sources import outline
 from experiments.grid import set_keys
 from experiments.launcher import Launcher
 from plots.records import warm_steps
-from recorder import read_run
+from recorder import Run, read_run
 from stragglers import must_measure
 
 FILE = "calibration.json"
@@ -44,21 +45,21 @@ class Calibrations:
 
     def __init__(self, output: Path, workers: int | None) -> None:
         self.path, self._workers = output / FILE, workers
-        self._entries: list[dict[str, Any]] = _read(self.path) if self.path.exists() else []
+        self.entries: list[dict[str, Any]] = _read(self.path) if self.path.exists() else []
 
     def find(self, config: Config) -> dict[str, Any] | None:
         """The measurement of a config's workload on this number of workers, or None."""
         own = workload(config)
-        for entry in self._entries:
+        for entry in self.entries:
             if self._workers in (None, len(entry["busy_seconds"])) and entry["workload"] == own:
                 return entry
         return None
 
     def add(self, entry: dict[str, Any]) -> None:
-        self._entries.append(entry)
+        self.entries.append(entry)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_name(f".{self.path.name}.tmp")
-        temporary.write_text(json.dumps(self._entries, indent=2, ensure_ascii=False) + "\n")
+        temporary.write_text(json.dumps(self.entries, indent=2, ensure_ascii=False) + "\n")
         os.replace(temporary, self.path)
 
     def applied(self, mapping: Mapping[str, Any], config: Config) -> dict[str, Any]:
@@ -93,25 +94,44 @@ def workload(config: Config) -> dict[str, Any]:
 
 
 def measure(
-    mapping: Mapping[str, Any],
-    launcher: Launcher,
-    output: Path,
-    log: Path,
+    mapping: Mapping[str, Any], launcher: Launcher, output: Path, log: Path
 ) -> dict[str, Any]:
     """Trains for a moment without delays at an equal split; the entry for calibration.json.
 
-    mapping: a config file's content. busy_seconds: median per step of each worker, [n].
-    exchange_seconds: median of what a step takes beyond its slowest worker. Raises UserError where
-    the run fails.
+    mapping: a config file's content. Raises UserError where the run fails or says too little.
     """
     config = resolve(from_mapping(mapping))
-    data = outline(config.data, config.seed, lambda prepare: prepare())
-    samples = min(STEPS * config.batch_size, data.train_samples)
+    samples = outline(config.data, config.seed, lambda prepare: prepare()).train_samples
+    begin = time.monotonic()
+    run = _undelayed_run(mapping, config, samples, launcher, output, log)
+    wall_seconds = time.monotonic() - begin
+    return {
+        "workload": workload(config),
+        **_times(run, wall_seconds),
+        "train_samples": samples,
+        "measured": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "machine": machine(),
+        **{key: run.provenance[key] for key in ("git_commit", "git_dirty", "versions")},
+        **{key: run.provenance[key] for key in ("devices", "backend", "threads", "world_size")},
+    }
+
+
+def _undelayed_run(
+    mapping: Mapping[str, Any],
+    config: Config,
+    samples: int,
+    launcher: Launcher,
+    output: Path,
+    log: Path,
+) -> Run:
+    """The records of at least STEPS steps; samples: of the config's training data."""
+    used = min(STEPS * config.batch_size, samples)
+    equal = {"partition.policy": "equal", "partition.shares": None, "partition.replay": None}
     short = set_keys(
         mapping,
         {
-            "name": "calibration", "stragglers": [], "algorithm": "sync-sgd", "seed": 0,
-            "epochs": math.ceil(STEPS * config.batch_size / samples), "data.subset": samples,
+            "name": "calibration", "stragglers": [], "algorithm": "sync-sgd", "seed": 0, **equal,
+            "epochs": math.ceil(STEPS * config.batch_size / used), "data.subset": used,
         },
     )  # fmt: skip
     output.mkdir(parents=True, exist_ok=True)
@@ -122,24 +142,29 @@ def measure(
         code = launcher.run(["--config", str(file), "--output", str(scratch)], log)
         if code != 0:
             raise UserError(f"calibration failed with exit code {code}: see {log}")
-        run = read_run(scratch / "calibration" / "sync-sgd" / "seed-0")
+        return read_run(scratch / "calibration" / "sync-sgd" / "seed-0")
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _times(run: Run, wall_seconds: float) -> dict[str, Any]:
+    """The measured times in seconds; wall_seconds: from the run's launch to its end.
+
+    busy_seconds: median per step of each worker, [n]; exchange_seconds: median of what a step takes
+    beyond its slowest worker; start_seconds: from launch to the first epoch.
+    """
     busy, wait = warm_steps([run], "busy"), warm_steps([run], "wait")
+    if len(busy) == 0:
+        raise UserError("calibration: epochs of so few steps hold none behind the warm-up")
     last = run.epochs[-1]
     return {
-        "workload": workload(config),
         "busy_seconds": np.median(busy, axis=0).tolist(),
         "busy_seconds_p5": np.percentile(busy, 5, axis=0).tolist(),
         "busy_seconds_p95": np.percentile(busy, 95, axis=0).tolist(),
         "exchange_seconds": float(np.median((busy + wait).max(1) - busy.max(1))),
         "evaluation_seconds": (last["total_seconds"] - last["train_seconds"]) / len(run.epochs),
+        "start_seconds": wall_seconds - last["total_seconds"],
         "steps": len(busy),
-        "train_samples": data.train_samples,
-        "measured": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "machine": machine(),
-        **{key: run.provenance[key] for key in ("git_commit", "git_dirty", "versions")},
-        **{key: run.provenance[key] for key in ("devices", "backend", "threads", "world_size")},
     }
 
 

@@ -46,7 +46,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of a whole run with evaluation, or None; source: what it rests on."""
+    """Seconds of a whole run with its start and evaluation, or None; source: what it rests on."""
 
     seconds: float | None
     source: str
@@ -59,10 +59,14 @@ class Predictor:
         self._calibrations, self._workers = calibrations, workers
         self._seconds: dict[Path, list[float]] = defaultdict(list)  # of one setting, per epoch
         self._costs: list[tuple[dict[str, Any], Costs]] = []
+        # Seconds until the first epoch begins, which no record knows.
+        self._starts: list[float] = [entry["start_seconds"] for entry in calibrations.entries]
 
-    def learn(self, run: PlannedRun) -> None:
-        """Takes in the records of a finished run."""
+    def learn(self, run: PlannedRun, wall_seconds: float | None = None) -> None:
+        """Takes in the records of a finished run; wall_seconds: of all of it, made in one go."""
         record = read_run(run.folder)
+        if wall_seconds is not None:
+            self._starts.append(wall_seconds - record.epochs[-1]["total_seconds"])
         self._seconds[run.folder.parent].append(
             record.epochs[-1]["total_seconds"] / len(record.epochs)
         )
@@ -70,6 +74,12 @@ class Predictor:
 
     def predict(self, run: PlannedRun) -> Prediction:
         """run.launch.config holds the delays' measured times, as far as there are any."""
+        told = self._predict_epochs(run)
+        if told.seconds is None or not self._starts:
+            return told
+        return Prediction(told.seconds + float(np.median(self._starts)), told.source)
+
+    def _predict_epochs(self, run: PlannedRun) -> Prediction:
         config = run.launch.config
         if same := self._seconds.get(run.folder.parent):
             return Prediction(float(np.mean(same)) * config.epochs, "finished runs alike")
@@ -137,9 +147,10 @@ def authors_costs(config: Config, workers: int | None) -> Costs | None:
         return None
     row = max(rows, key=lambda row: float(row["delay_seconds"]))
     a = float(row["process_seconds_rank0_last50"]) / 128
-    # What the delayed worker, which waits for nobody, spends in the all-reduce.
-    exchange, evaluation = float(row["reduce_seconds_rank1"]), float(row["test_seconds_rank0"])
-    return Costs(np.full(2, a), np.zeros(2), exchange, evaluation, CIFAR10_SAMPLES)
+    # The delayed worker waits for nobody: beyond its own work a step is all-reduce and update.
+    beyond = float(row["batch_seconds_rank1"]) - float(row["process_seconds_rank1_last50"])
+    evaluation = float(row["test_seconds_rank0"])
+    return Costs(np.full(2, a), np.zeros(2), beyond, evaluation, CIFAR10_SAMPLES)
 
 
 def _predicted(costs: Costs, config: Config, source: str) -> Prediction:

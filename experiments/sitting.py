@@ -135,11 +135,13 @@ class Sitting:
             until = None if now is None or after is None else now + after
             progress.show(others + count_epochs(run.folder), run.title, until)
 
+        continued = count_epochs(run.folder) > 0
         log, begin = self._log(run.title.replace("/", "_")), time.monotonic()
         code = self._launcher.run(run.arguments(self._write_config(run)), log, watch)
-        spent = duration(time.monotonic() - begin)
+        seconds = time.monotonic() - begin
+        spent = duration(seconds)
         if code == 0 and is_finished(run.folder):
-            self._predictor.learn(run)
+            self._predictor.learn(run, None if continued else seconds)
             progress.say(f"{place} {run.title}: done in {spent}")
             return
         self.failed.append(f"{run.title}: exit code {code}, see {log}")
@@ -197,6 +199,12 @@ def _check_folder(run: PlannedRun, experiment: Experiment) -> None:
     file = run.folder / CONFIG
     if not file.exists():
         return
+    workers = recorded_workers(run.folder)
+    if None not in (workers, experiment.workers) and workers != experiment.workers:
+        raise UserError(
+            f"{run.folder} holds a run of {workers} workers, not {experiment.workers}: start "
+            f"{workers}, choose another --output, or remove that folder"
+        )
     earlier = resolve(from_mapping(read_mapping(file), str(file)))
     changed = [key for key in differences(earlier, run.launch.config) if key not in MAY_DIFFER]
     if changed:
@@ -204,10 +212,4 @@ def _check_folder(run: PlannedRun, experiment: Experiment) -> None:
         raise UserError(
             f"{run.folder} holds a run with another {', '.join(changed)}{hint}: set it back, "
             "choose another --output, or remove that folder"
-        )
-    workers = recorded_workers(run.folder)
-    if None not in (workers, experiment.workers) and workers != experiment.workers:
-        raise UserError(
-            f"{run.folder} holds a run of {workers} workers, not {experiment.workers}: start "
-            f"{workers}, choose another --output, or remove that folder"
         )
