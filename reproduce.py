@@ -31,6 +31,8 @@ from experiments.sitting import Sitting, plan, select
 from recorder import EPOCHS
 
 INTERRUPTED = 130
+# What simulator.py says of the authors' experiments, for the report.
+PREDICTIONS = ROOT / "results" / "authors" / "authors.json"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -77,8 +79,12 @@ def write_report(experiment: Experiment) -> list[str]:
     if not recorded:
         return []
     output, failed = experiment.output, []
-    for module, target in (("plots", output / "figures"), ("plots.report", output / "report.html")):
-        command = [sys.executable, "-m", module, *recorded, "--out", str(target.absolute())]
+    predicted = ["--predictions", str(PREDICTIONS)] if PREDICTIONS.exists() else []
+    for module, target, more in (
+        ("plots", output / "figures", []),
+        ("plots.report", output / "report.html", predicted),
+    ):
+        command = [sys.executable, "-m", module, *recorded, "--out", str(target.absolute()), *more]
         done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
         if done.returncode != 0 or not target.exists():
             reason = done.stderr.strip().splitlines()[-1:] or ["it wrote nothing"]

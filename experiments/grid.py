@@ -152,10 +152,10 @@ def set_keys(mapping: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, A
     copy = dict(mapping)
     for key, value in keys.items():
         head, _, rest = key.partition(".")
-        inner = copy.get(head)
-        copy[head] = set_keys(inner if isinstance(inner, Mapping) else {}, {rest: value}) if (
-            rest
-        ) else value
+        if rest:
+            inner = copy.get(head)
+            value = set_keys(inner if isinstance(inner, Mapping) else {}, {rest: value})
+        copy[head] = value
     return copy
 
 
@@ -210,9 +210,7 @@ def _planned(
     return PlannedRun(str(base["name"]), base, overrides, launch)
 
 
-def _delayed(
-    config: str, name: str | None, delays: object, where: str
-) -> Iterator[dict[str, Any]]:
+def _delayed(config: str, name: str | None, delays: object, where: str) -> Iterator[dict[str, Any]]:
     """The config file's mapping once per entry of `delays`, or once as it is."""
     mapping = files.read_mapping(files.find(config))
     mapping["name"] = mapping.get("name") if name is None else name

@@ -14,10 +14,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from fake_runs import write_records  # noqa: E402
+from fake_runs import write_records
 
-from configs.command_line import parse, run_folder  # noqa: E402
-from configs.schema import to_mapping  # noqa: E402
+from configs.command_line import parse, run_folder
+from configs.schema import to_mapping
 
 
 def main(command: list[str]) -> int:

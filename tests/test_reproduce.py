@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -21,6 +21,7 @@ import reproduce
 from configs.command_line import parse
 from configs.schema import from_mapping, resolve
 from experiments.calibration import FILE, Calibrations, workload
+from experiments.grid import read_experiment
 from experiments.launcher import TORCHRUN_OPTIONS
 from experiments.prediction import Costs, run_seconds
 from experiments.progress import duration
@@ -75,7 +76,7 @@ class Set:
         """The runs in the order in which they were launched."""
         titles = []
         for command in self.commands():
-            option = dict(zip(command, command[1:]))
+            option = dict(itertools.pairwise(command))
             name = Path(option["--config"]).stem
             titles.append(f"{name}/{option['--algorithm']}/seed-{option['--seed']}")
         return titles
@@ -358,6 +359,36 @@ def test_durations_in_words(seconds, text):
     assert duration(seconds) == text
 
 
+# --- figures and report ---------------------------------------------------------------------------
+
+
+def test_figures_and_report_are_of_all_runs_of_the_set(tmp_path, monkeypatch, capsys):
+    experiment = Set(tmp_path)
+    runs = read_experiment(tmp_path / "set.yaml", experiment.output)
+    assert reproduce.write_report(runs) == []  # nothing recorded yet, and no empty report
+    for title in ALL[:3]:
+        experiment.run(title).mkdir(parents=True)
+        (experiment.run(title) / "epochs.jsonl").touch()
+    (experiment.output / "report.html").touch()
+    commands = []
+
+    def call(command: list[str], **options: Any) -> subprocess.CompletedProcess:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", call)
+    (failed,) = reproduce.write_report(runs)
+    assert failed == f"{experiment.output / 'figures'}: it wrote nothing"
+    assert capsys.readouterr().out == f"written: {experiment.output / 'report.html'}\n"
+    path = ROOT / "results" / "authors" / "authors.json"
+    predictions = ["--predictions", str(path)] if path.exists() else []
+    folders = [str(experiment.output / f"base-{delay}") for delay in DELAYS]
+    assert [command[2:] for command in commands] == [
+        ["plots", *folders, "--out", str(experiment.output / "figures")],
+        ["plots.report", *folders, "--out", str(experiment.output / "report.html"), *predictions],
+    ]
+
+
 # --- for real -------------------------------------------------------------------------------------
 
 
@@ -374,7 +405,7 @@ def still_running(mark: str) -> list[str]:
     return found
 
 
-def test_ctrl_c_ends_all_processes_and_the_same_command_finishes_the_set(tmp_path):
+def test_ctrl_c_ends_all_processes_and_the_same_command_finishes_the_set(tmp_path, monkeypatch):
     base = short_config(epochs=15, data__train_samples=320, precision="fp32")
     (tmp_path / "base.yaml").write_text(yaml.safe_dump(base))
     grid = {
@@ -402,11 +433,10 @@ def test_ctrl_c_ends_all_processes_and_the_same_command_finishes_the_set(tmp_pat
     begun = len(records(epochs.parent))
     assert 1 <= begun < 15
 
-    done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=90, check=False,
-        env={**os.environ, "MPLCONFIGDIR": str(tmp_path)},
-    )  # fmt: skip
-    assert f"written: {output / 'figures'}" in done.stdout, done.stderr
+    monkeypatch.setattr(reproduce, "write_report", lambda experiment: [])
+    before = signal.getsignal(signal.SIGTERM)
+    assert reproduce.main([str(tmp_path / "set.yaml"), "--output", str(output)]) == 0
+    signal.signal(signal.SIGTERM, before)
     run = epochs.parent
     assert [record["epoch"] for record in records(run)] == list(range(15))
     assert is_finished(run)
