@@ -26,7 +26,7 @@ from configs import files
 from configs.errors import UserError
 from experiments.calibration import Calibrations
 from experiments.grid import Experiment, read_experiment
-from experiments.launcher import ROOT, TORCHRUN_OPTIONS, Launcher
+from experiments.launcher import ENDING, ROOT, TORCHRUN_OPTIONS, Launcher
 from experiments.sitting import Sitting, plan, select
 from recorder import EPOCHS
 
@@ -42,7 +42,9 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0 all is done or left to a later sitting, 1 some run failed, 2 bad input."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in ENDING:
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup wants it
+            signal.signal(number, _interrupt)
     try:
         return _main(_parse(arguments))
     except UserError as error:

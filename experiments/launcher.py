@@ -20,6 +20,8 @@ TORCHRUN_OPTIONS = (
     "--rdzv-id", "--rdzv-conf", "--master-addr", "--master-port", "--local-addr",
     "--max-restarts", "--monitor-interval", "--signals-to-handle",
 )  # fmt: skip
+# Signals that ask this process to end.
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Where one of these is given, the user decides how the workers find each other.
 _MEETING = ("--nnodes", "--rdzv-", "--master-")
 
@@ -69,6 +71,16 @@ class Launcher:
 
 def end(process: subprocess.Popen) -> None:
     """Ends a launcher and all its descendants: politely first, since it ends its own workers."""
+    # Impatience must not cut this short and leave workers behind.
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in ENDING}
+    try:
+        _end(process)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _end(process: subprocess.Popen) -> None:
     family = _descendants(process.pid)
     process.terminate()
     try:

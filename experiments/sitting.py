@@ -73,13 +73,7 @@ class Sitting:
 
     def seconds_left(self, runs: Iterable[PlannedRun]) -> float | None:
         """Predicted seconds of what is missing of these runs; None where one is unknown."""
-        left = 0.0
-        for run in runs:
-            seconds = self.prediction(run).seconds
-            if seconds is None:
-                return None
-            left += seconds * (1 - count_epochs(run.folder) / run.launch.config.epochs)
-        return left
+        return _added(_missing(self.prediction(run), run) for run in runs)
 
     def work(self) -> None:
         """Makes all runs that are left, or as many as time allows."""
@@ -122,17 +116,13 @@ class Sitting:
     def _make(self, left: Sequence[PlannedRun], number: int, progress: Progress) -> None:
         run, place = left[number], f"[{number + 1}/{len(left)}]"
         told, after = self.prediction(run), self.seconds_left(left[number + 1 :])
-        missing = self.seconds_left([run])
-        all_left = None if missing is None or after is None else missing + after
-        progress.say(
-            f"{place} {run.title}: {duration(told.seconds)} predicted; {duration(all_left)} left "
-            "for all"
-        )
+        own = duration(_missing(told, run))
+        for_all = duration(_added([_missing(told, run), after]))
+        progress.say(f"{place} {run.title}: {own} predicted, {for_all} for all that are left")
         others = sum(count_epochs(other.folder) for other in left if other is not run)
 
         def watch() -> None:
-            now = self.seconds_left([run])
-            until = None if now is None or after is None else now + after
+            until = _added([_missing(told, run), after])
             progress.show(others + count_epochs(run.folder), run.title, until)
 
         continued = count_epochs(run.folder) > 0
@@ -192,6 +182,18 @@ def plan(sitting: Sitting) -> str:
     seconds = sitting.seconds_left(sitting.left())
     lines.append(f"{len(left)} of {len(sitting.runs)} runs are left: {duration(seconds)}")
     return "\n".join(lines)
+
+
+def _missing(told: Prediction, run: PlannedRun) -> float | None:
+    """Seconds of the epochs that a run has not recorded yet."""
+    done = count_epochs(run.folder) / run.launch.config.epochs
+    return None if told.seconds is None else told.seconds * (1 - done)
+
+
+def _added(seconds: Iterable[float | None]) -> float | None:
+    """The sum, or None where one is unknown."""
+    known = list(seconds)
+    return None if None in known else sum(known)
 
 
 def _check_folder(run: PlannedRun, experiment: Experiment) -> None:

@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml
 from training import records, short_config
@@ -20,12 +19,10 @@ from training import records, short_config
 import reproduce
 from configs.command_line import parse
 from configs.schema import from_mapping, resolve
-from experiments.calibration import FILE, Calibrations, workload
+from experiments import launcher
+from experiments.calibration import FILE
 from experiments.grid import read_experiment
-from experiments.launcher import TORCHRUN_OPTIONS
-from experiments.prediction import Costs, run_seconds
-from experiments.progress import duration
-from partitioner import optimum
+from experiments.launcher import ENDING, TORCHRUN_OPTIONS, Launcher
 from recorder import is_finished
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -88,13 +85,20 @@ class Set:
         return yaml.safe_load((self.run(title) / "config.yaml").read_text())
 
 
+@pytest.fixture(autouse=True)
+def handlers():
+    """reproduce.main changes what signals do; the tests' own process goes on as before."""
+    before = {number: signal.getsignal(number) for number in ENDING}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture
 def experiment(tmp_path, monkeypatch):
-    before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setenv("FAKE_NOTES", str(tmp_path / "notes"))
     monkeypatch.setattr(reproduce, "write_report", lambda experiment: [])
-    yield Set(tmp_path)
-    signal.signal(signal.SIGTERM, before)
+    return Set(tmp_path)
 
 
 # --- what is run ----------------------------------------------------------------------------------
@@ -267,29 +271,6 @@ def test_what_cannot_be_calibrated_is_not_started_but_all_else_is(experiment, mo
     assert errors.count("not started without its calibration") == 4
 
 
-def calibration(folder: Path, busy: list[float], **config: Any) -> Calibrations:
-    found = Calibrations(folder, len(busy))
-    entry = {"workload": workload(resolve(from_mapping(short_config(**config))))}
-    times = {"exchange_seconds": 0.01, "evaluation_seconds": 1.0, "start_seconds": 5.0}
-    found.add({**entry, **times, "busy_seconds": busy, "train_samples": 104})
-    return Calibrations(folder, len(busy))
-
-
-def test_a_calibration_is_of_one_workload_and_number_of_workers(tmp_path):
-    known = calibration(tmp_path, [0.1, 0.2])
-    for changes, found in [
-        ({}, True),
-        ({"epochs": 9, "seed": 7, "algorithm": "dp-sgd", "optimizer__lr": 0.7}, True),
-        ({"stragglers": DELAYS["f0.5"], "partition__policy": "affine"}, True),
-        ({"precision": "bf16"}, False),
-        ({"batch_size": 64}, False),
-        ({"model__name": "resnet20"}, False),
-    ]:
-        config = resolve(from_mapping(short_config(**changes)))
-        assert (known.find(config) is not None) == found
-    assert Calibrations(tmp_path, 3).find(resolve(from_mapping(short_config()))) is None
-
-
 # --- predicted times ------------------------------------------------------------------------------
 
 
@@ -309,54 +290,6 @@ def test_a_dry_run_lists_runs_with_their_times_and_their_source(experiment, caps
     assert told["base-f0.5/sync-sgd/seed-2"].endswith("finished runs alike")
     assert told["base-f0.5/edp-sgd/seed-1"].endswith("finished run of this workload")
     assert len(experiment.started()) == 1
-
-
-def predicted(costs: Costs, **changes: Any) -> float:
-    config = resolve(from_mapping(short_config(epochs=4, **changes)))
-    seconds = run_seconds(costs, config)
-    assert seconds is not None
-    return seconds
-
-
-def test_predicted_seconds_against_sums_by_hand():
-    costs = Costs(np.array([0.01, 0.02]), np.array([0.05, 0.0]), 0.03, 0.5, None)
-    # 104 samples in batches of 32: 4 steps; an equal split is 16 samples each.
-    slow = {"stragglers": [{"ranks": [0], "kind": "constant", "seconds": 0.4}]}
-    for changes, step in [
-        ({}, 0.32),
-        ({**slow}, 0.16 + 0.05 + 0.4),
-        ({"stragglers": [{"ranks": [1], "kind": "slowdown", "factor": 3.0}]}, 0.96),
-        ({"stragglers": [{"ranks": [1], "kind": "gamma", "shape": 2.0, "scale": 0.1}]}, 0.52),
-        ({"stragglers": [{"ranks": [1], "kind": "constant", "fraction": 0.5}]}, 0.48),
-        ({"stragglers": [{"ranks": [1], "kind": "constant", "fraction": 0.5,
-                          "busy_seconds": [0.2]}]}, 0.42),
-    ]:  # fmt: skip
-        told = predicted(costs, algorithm="sync-sgd", **changes)
-        assert told == pytest.approx(4 * (4 * (step + 0.03) + 0.5))
-    # A delay in one epoch of four.
-    rule = {**slow["stragglers"][0], "first_epoch": 1, "last_epoch": 1}
-    told = predicted(costs, algorithm="sync-sgd", stragglers=[rule])
-    assert told == pytest.approx(4 * (4 * (0.32 + 0.03) + 0.5) + 4 * (0.61 - 0.32))
-
-
-@pytest.mark.parametrize("policy", ["proportional", "affine"])
-def test_predicted_seconds_of_measured_shares_lie_between_equal_and_optimal(policy):
-    costs = Costs(np.array([0.01, 0.02]), np.array([0.0, 0.0]), 0.0, 0.0, None)
-    delay = [{"ranks": [1], "kind": "constant", "seconds": 0.1}]
-    best = optimum(costs.a, np.array([0, 0.1]), 32, np.array([2, 2]), np.array([32, 32])).seconds
-    equal = predicted(costs, algorithm="sync-sgd", stragglers=delay)
-    told = predicted(costs, partition__policy=policy, stragglers=delay)
-    # The first epoch has equal shares.
-    assert 4 * (equal / 16 + 3 * best) <= told + 1e-9 < equal
-
-
-@pytest.mark.parametrize(
-    "seconds, text",
-    [(None, "unknown"), (0.2, "0 s"), (99, "99 s"), (100, "2 min"), (5939, "99 min"),
-     (7200, "2.0 h")],
-)  # fmt: skip
-def test_durations_in_words(seconds, text):
-    assert duration(seconds) == text
 
 
 # --- figures and report ---------------------------------------------------------------------------
@@ -387,6 +320,35 @@ def test_figures_and_report_are_of_all_runs_of_the_set(tmp_path, monkeypatch, ca
         ["plots", *folders, "--out", str(experiment.output / "figures")],
         ["plots.report", *folders, "--out", str(experiment.output / "report.html"), *predictions],
     ]
+
+
+# --- ending ---------------------------------------------------------------------------------------
+
+# A launcher that does not end when it is told to, whose worker has a session of its own.
+STUBBORN = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)  # MARK"],
+                 start_new_session=True)
+time.sleep(100)
+"""
+
+
+def test_a_launcher_that_does_not_end_is_killed_with_its_workers(tmp_path, monkeypatch):
+    mark = f"mark-{tmp_path}"
+    script = tmp_path / "launcher.py"
+    script.write_text(STUBBORN.replace("MARK", mark))
+    monkeypatch.setattr(launcher, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(launcher, "_WATCH_SECONDS", 0.05)
+    monkeypatch.setattr(Launcher, "command", lambda self, arguments: [sys.executable, str(script)])
+
+    def watch() -> None:
+        if still_running(mark):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Launcher((), ()).run([], tmp_path / "log", watch)
+    assert still_running(mark) == [] and still_running(str(script)) == []
 
 
 # --- for real -------------------------------------------------------------------------------------
@@ -434,9 +396,7 @@ def test_ctrl_c_ends_all_processes_and_the_same_command_finishes_the_set(tmp_pat
     assert 1 <= begun < 15
 
     monkeypatch.setattr(reproduce, "write_report", lambda experiment: [])
-    before = signal.getsignal(signal.SIGTERM)
     assert reproduce.main([str(tmp_path / "set.yaml"), "--output", str(output)]) == 0
-    signal.signal(signal.SIGTERM, before)
     run = epochs.parent
     assert [record["epoch"] for record in records(run)] == list(range(15))
     assert is_finished(run)
