@@ -33,6 +33,8 @@ FILE = "calibration.json"
 # Undelayed steps that are measured; the median bears a disturbed machine for under half of them.
 STEPS = 100
 
+_NUMBERS = ("exchange_seconds", "evaluation_seconds", "start_seconds", "train_samples")
+
 # What a step's time depends on, besides the machine and the number of workers.
 _WORKLOAD = (
     "model.name", "data.name", "data.image_size", "data.placement", "batch_size", "precision",
@@ -54,6 +56,10 @@ class Calibrations:
             if self._workers in (None, len(entry["busy_seconds"])) and entry["workload"] == own:
                 return entry
         return None
+
+    def elsewhere(self) -> bool:
+        """Whether some of it was measured on another machine than this one."""
+        return any(entry.get("machine") != machine() for entry in self.entries)
 
     def add(self, entry: dict[str, Any]) -> None:
         self.entries.append(entry)
@@ -190,8 +196,10 @@ def _is_entry(entry: object) -> bool:
     if not isinstance(entry, dict) or not isinstance(entry.get("workload"), dict):
         return False
     busy = entry.get("busy_seconds")
+    others = [entry.get(key) for key in _NUMBERS]
     return (
         isinstance(busy, list)
         and bool(busy)
-        and all(isinstance(b, (int, float)) and 0 < b < math.inf for b in busy)
+        and all(isinstance(number, (int, float)) for number in (*busy, *others))
+        and all(0 < seconds < math.inf for seconds in busy)
     )

@@ -81,6 +81,8 @@ class Sitting:
         progress = Progress(sum(run.launch.config.epochs for run in left))
         try:
             progress.say(f"{len(self.runs) - len(left)} of {len(self.runs)} runs are finished")
+            if self._calibrations.elsewhere():
+                progress.say(f"note: {self._calibrations.path} is of another machine; delays stay")
             self._calibrate(left, progress)
             left = [self._with_times(run) for run in left]
             for number, run in enumerate(left):

@@ -222,7 +222,7 @@ def test_a_bad_config_at_the_end_of_the_grid_is_found_at_the_start(experiment, c
     assert experiment.started() == [] and not experiment.output.exists()
 
 
-@pytest.mark.parametrize("text", ["{", "{}", '[{"workload": {}, "busy_seconds": [0]}]'])
+@pytest.mark.parametrize("text", ["{", "{}", '[{"workload": {}, "busy_seconds": [1.0]}]'])
 def test_a_damaged_calibration_is_refused(experiment, capsys, text):
     experiment.output.mkdir()
     (experiment.output / FILE).write_text(text)
@@ -240,6 +240,7 @@ def test_all_runs_share_the_seconds_of_one_calibration(experiment, capsys):
     assert {"machine", "measured", "versions", "workload"} <= set(entry)
     assert experiment.call() == 0
     assert json.loads((experiment.output / FILE).read_text()) == [entry]
+    assert "another machine" not in capsys.readouterr().out
     for title in ALL:
         (rule,) = experiment.config(title)["stragglers"]
         given = json.loads((experiment.run(title) / "provenance.json").read_text())
@@ -249,6 +250,12 @@ def test_all_runs_share_the_seconds_of_one_calibration(experiment, capsys):
             assert delay["seconds"] == 0.5 * entry["busy_seconds"][1]
         else:
             assert rule == DELAYS["s0.1"][0] | {"first_epoch": 0}
+    shutil.rmtree(experiment.run(ALL[1]))
+    (experiment.output / FILE).write_text(json.dumps([{**entry, "machine": {"cores": 1}}]))
+    assert experiment.call() == 0
+    assert "is of another machine; delays stay" in capsys.readouterr().out
+    (rule,) = experiment.config(ALL[1])["stragglers"]
+    assert rule["busy_seconds"] == [entry["busy_seconds"][1]]
     # Without it, runs of other seconds would be put beside these.
     (experiment.output / FILE).unlink()
     shutil.rmtree(experiment.run(ALL[0]))
