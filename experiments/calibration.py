@@ -169,7 +169,7 @@ def _times(run: Run, wall_seconds: float) -> dict[str, Any]:
         "busy_seconds_p95": np.percentile(busy, 95, axis=0).tolist(),
         "exchange_seconds": float(np.median((busy + wait).max(1) - busy.max(1))),
         "evaluation_seconds": (last["total_seconds"] - last["train_seconds"]) / len(run.epochs),
-        "start_seconds": wall_seconds - last["total_seconds"],
+        "start_seconds": max(0.0, wall_seconds - last["total_seconds"]),
         "steps": len(busy),
     }
 
