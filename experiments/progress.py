@@ -10,12 +10,14 @@ _BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} epochs [{elapsed} so far{postfix}]"
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds in words, e.g. "42 s", "12 min", "3.4 h"; "unknown" for None."""
+    """Seconds in words, e.g. "42 s", "1.7 min", "12 min", "3.4 h"; "unknown" for None."""
     if seconds is None:
         return "unknown"
     if seconds < 99.5:
         return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 99.5 * 60 else f"{seconds / 3600:.1f} h"
+    if seconds < 99.5 * 60:
+        return f"{seconds / 60:.{1 if seconds < 597 else 0}f} min"
+    return f"{seconds / 3600:.1f} h"
 
 
 class Progress:

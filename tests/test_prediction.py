@@ -82,8 +82,8 @@ def test_predicted_seconds_of_measured_shares_lie_between_equal_and_optimal(poli
 
 @pytest.mark.parametrize(
     "seconds, text",
-    [(None, "unknown"), (0.2, "0 s"), (99, "99 s"), (100, "2 min"), (5939, "99 min"),
-     (7200, "2.0 h")],
+    [(None, "unknown"), (0.2, "0 s"), (99, "99 s"), (100, "1.7 min"), (600, "10 min"),
+     (5939, "99 min"), (7200, "2.0 h")],
 )  # fmt: skip
 def test_durations_in_words(seconds, text):
     assert duration(seconds) == text
