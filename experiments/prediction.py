@@ -1,4 +1,4 @@
-"""Predicted times of runs, from what has been measured of their workload.
+"""Predicted times of runs, simulated from what has been measured of their workload.
 
 The best source there is counts: finished runs of the same config and settings; another finished run
 of the same workload; the calibration; what the paper's authors measured. Without any of them a time
@@ -7,7 +7,6 @@ is unknown.
 
 from __future__ import annotations
 
-import csv
 import math
 from collections import defaultdict
 from dataclasses import dataclass
@@ -20,13 +19,13 @@ from configs.schema import Config, StragglerRule, from_mapping, resolve
 from data.sources import CIFAR10_SAMPLES
 from experiments.calibration import Calibrations, workload
 from experiments.grid import PlannedRun
-from experiments.launcher import ROOT
-from partitioner import Partitioner, PlanError
+from partitioner import PlanError
 from recorder import Run, read_run
+from simulation.authors import SAMPLES_PER_WORKER, measured_parts, read_rows
+from simulation.exchange import Exchange
+from simulation.model import Cluster, Phase, Strategy, simulate
 
-AUTHORS = ROOT / "data" / "reference" / "authors_runs.csv"
-# Busy times of a simulated epoch have no noise, but the time model wants an error.
-_RELATIVE_ERROR = 0.01
+_SIMULATED = ("equal", "proportional", "affine")
 
 
 @dataclass(frozen=True)
@@ -59,12 +58,14 @@ class Predictor:
         self._calibrations, self._workers = calibrations, workers
         self._seconds: dict[Path, list[float]] = defaultdict(list)  # of one setting, per epoch
         self._costs: list[tuple[dict[str, Any], Costs]] = []
+        self._told: dict[tuple[Any, ...], Prediction] = {}
         # Seconds until the first epoch begins, which no record knows.
-        self._starts: list[float] = [entry["start_seconds"] for entry in calibrations.entries]
+        self._starts: list[float] = []
 
     def learn(self, run: PlannedRun, wall_seconds: float | None = None) -> None:
         """Takes in the records of a finished run; wall_seconds: of all of it, made in one go."""
         record = read_run(run.folder)
+        self._told.clear()
         if wall_seconds is not None:
             self._starts.append(wall_seconds - record.epochs[-1]["total_seconds"])
         self._seconds[run.folder.parent].append(
@@ -74,10 +75,16 @@ class Predictor:
 
     def predict(self, run: PlannedRun) -> Prediction:
         """run.launch.config holds the delays' measured times, as far as there are any."""
-        told = self._predict_epochs(run)
-        if told.seconds is None or not self._starts:
+        # Runs that differ by seed alone take as long, and there are many.
+        known = self._calibrations.entries
+        key = (run.folder.parent, run.launch.config.stragglers, len(known))
+        if key not in self._told:
+            self._told[key] = self._predict_epochs(run)
+        told = self._told[key]
+        starts = [entry["start_seconds"] for entry in known] + self._starts
+        if told.seconds is None or not starts:
             return told
-        return Prediction(told.seconds + float(np.median(self._starts)), told.source)
+        return Prediction(told.seconds + float(np.median(starts)), told.source)
 
     def _predict_epochs(self, run: PlannedRun) -> Prediction:
         config = run.launch.config
@@ -95,62 +102,56 @@ class Predictor:
 
 
 def run_seconds(costs: Costs, config: Config) -> float | None:
-    """Seconds of a run of `config` on workers of these costs, evaluation included.
+    """Seconds of a run of `config` on workers of these costs, evaluation included, as simulated.
 
-    The real partitioner plans each epoch from the simulated busy times of the one before; delays
-    count with their mean. None where costs and config do not say the number of samples, or batch
-    sizes are those of another run.
+    Delays count with their mean. None where costs and config do not say the number of samples, or
+    batch sizes are given beforehand. Raises PlanError for bounds that do not hold the batch.
     """
-    samples = _train_samples(config, costs)
-    partition = config.partition
-    if samples is None or partition.policy == "replay":
+    samples, partition = _train_samples(config, costs), config.partition
+    if samples is None or partition.policy not in _SIMULATED:
         return None
-    partitioner = Partitioner(
-        len(costs.a),
+    steps, n = math.ceil(samples / config.batch_size), len(costs.a)
+    jitter = np.zeros(n)
+    cluster = Cluster(
         config.batch_size,
-        partition.policy,
-        partition.shares,
-        partition.min_batch,
-        partition.max_batch,
-        partition.min_gain,
+        steps,
+        tuple(
+            Phase(epoch * steps, *_delayed(costs, config, epoch), jitter)
+            for epoch in _changes(config)
+        ),
+        Exchange(costs.exchange_seconds),
+        _bounds(partition.min_batch, n),
+        _bounds(config.batch_size if partition.max_batch is None else partition.max_batch, n),
+        costs.evaluation_seconds,
     )
-    steps, total = math.ceil(samples / config.batch_size), 0.0
-    for epoch in range(config.epochs):
-        left = steps
-        length = steps if partition.every == "epoch" else partition.every
-        while left > 0:
-            sizes, segment = partitioner.batch_sizes, min(length, left)
-            busy = _busy(costs, config, epoch, sizes)
-            total += segment * (busy.max() + costs.exchange_seconds)
-            partitioner.rebalance(sizes, busy, _RELATIVE_ERROR * busy)
-            left -= segment
-        total += costs.evaluation_seconds
-    return float(total)
+    every = partition.every if partition.every == "epoch" else min(partition.every, steps)
+    return simulate(cluster, Strategy(partition.policy, every), config.epochs).seconds
 
 
 def authors_costs(config: Config, workers: int | None) -> Costs | None:
-    """What the paper's authors measured of a workload of theirs; None for any other, or without it.
+    """What the paper's authors measured of a workload of theirs; None for any other.
 
     The undelayed worker of the sync-sgd run with the longer delay (the shorter one's ran on a
     slower machine state; see data/reference/README.md) stands for both.
     """
-    known = config.batch_size == 256 and config.data.name == "cifar10" and workers == 2
-    if not known or not AUTHORS.exists():
+    if config.batch_size != 256 or config.data.name != "cifar10" or workers != 2:
         return None
-    with open(AUTHORS, encoding="utf-8", newline="") as file:
-        rows = [
-            row
-            for row in csv.DictReader(file)
-            if row["model"] == config.model.name and row["algorithm"] == "sync-sgd"
-        ]
+    rows = [
+        row
+        for row in read_rows("authors_runs.csv")
+        if row["model"] == config.model.name and row["algorithm"] == "sync-sgd"
+    ]
     if not rows:
         return None
-    row = max(rows, key=lambda row: float(row["delay_seconds"]))
-    a = float(row["process_seconds_rank0_last50"]) / 128
-    # The delayed worker waits for nobody: beyond its own work a step is all-reduce and update.
-    beyond = float(row["batch_seconds_rank1"]) - float(row["process_seconds_rank1_last50"])
-    evaluation = float(row["test_seconds_rank0"])
-    return Costs(np.full(2, a), np.zeros(2), beyond, evaluation, CIFAR10_SAMPLES)
+    row = max(rows, key=lambda row: row["delay_seconds"])
+    parts = measured_parts(row, row["process_seconds_rank1_last50"])
+    return Costs(
+        np.full(2, row["process_seconds_rank0_last50"] / SAMPLES_PER_WORKER),
+        np.zeros(2),
+        (parts.reduce + parts.step_rest) / row["iterations_per_epoch"],
+        parts.evaluation + parts.epoch_rest,
+        CIFAR10_SAMPLES,
+    )
 
 
 def _predicted(costs: Costs, config: Config, source: str) -> Prediction:
@@ -160,27 +161,40 @@ def _predicted(costs: Costs, config: Config, source: str) -> Prediction:
         return Prediction(None, source)
 
 
-def _busy(costs: Costs, config: Config, epoch: int, sizes: np.ndarray) -> np.ndarray:
-    """Each worker's busy seconds [n] in a step of an epoch, by the delays' means."""
-    work = costs.a * sizes + costs.d
+def _changes(config: Config) -> list[int]:
+    """The epochs from which on other delays are in force, 0 among them."""
+    found = {0}
+    for rule in config.stragglers:
+        found.add(rule.first_epoch)
+        found.add(0 if rule.last_epoch is None else rule.last_epoch + 1)
+    return sorted(epoch for epoch in found if epoch < config.epochs)
+
+
+def _delayed(costs: Costs, config: Config, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+    """Each worker's a and d, float64 [n], with the delays of an epoch."""
+    factor, sleep = np.ones(len(costs.a)), np.zeros(len(costs.a))
     equal = costs.a * config.batch_size / len(costs.a) + costs.d
-    busy = work.copy()
     for rule in config.stragglers:
         if rule.first_epoch <= epoch and (rule.last_epoch is None or epoch <= rule.last_epoch):
             for place, rank in enumerate(rule.ranks):
-                busy[rank] += _mean_delay(rule, place, work[rank], equal[rank])
-    return busy
+                if rule.kind == "slowdown":
+                    factor[rank] += rule.factor - 1.0
+                else:
+                    sleep[rank] += _mean_sleep(rule, place, equal[rank])
+    return costs.a * factor, costs.d * factor + sleep
 
 
-def _mean_delay(rule: StragglerRule, place: int, work: float, equal: float) -> float:
-    """Mean seconds per step; work, equal: the worker's own now and at an equal split."""
-    if rule.kind == "slowdown":
-        return (rule.factor - 1.0) * work
+def _mean_sleep(rule: StragglerRule, place: int, equal: float) -> float:
+    """Mean seconds per step; equal: the worker's own undelayed busy time at an equal split."""
     if rule.kind == "constant" and rule.seconds is not None:
         return rule.seconds
     if rule.kind == "constant":
         return rule.fraction * (equal if rule.busy_seconds is None else rule.busy_seconds[place])
     return (1.0 if rule.shape is None else rule.shape) * rule.scale
+
+
+def _bounds(value: int | tuple[int, ...], n: int) -> np.ndarray:
+    return np.full(n, value, float) if isinstance(value, int) else np.array(value, float)
 
 
 def _train_samples(config: Config, costs: Costs) -> int | None:
