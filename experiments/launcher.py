@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,13 +90,14 @@ def _end(process: subprocess.Popen) -> None:
         family |= _descendants(process.pid)
         process.kill()
         process.wait()
-    for member in family:
-        # The start time tells a process from a later one with its number.
-        if member in _processes():
+    # The start time tells a process from a later one with its number.
+    while left := family & _processes().keys():
+        for pid, _ in left:
             try:
-                os.kill(member[0], signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 pass
+        time.sleep(0.05)
 
 
 def _ended_within(process: subprocess.Popen, seconds: float) -> int | None:

@@ -94,7 +94,7 @@ def asked_for(grid: dict[str, Any]) -> list[tuple[int, str, Any]]:
     return runs
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(GRIDS)
 def test_a_grid_stands_for_every_combination_once_in_the_order_of_seeds(grid):
     with tempfile.TemporaryDirectory() as folder:
@@ -111,7 +111,7 @@ def test_a_grid_stands_for_every_combination_once_in_the_order_of_seeds(grid):
         assert len({(run.base, run.overrides, run.launch.config.seed) for run in group}) == 1
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(GRIDS, st.randoms(use_true_random=False))
 def test_names_depend_on_the_run_alone(grid, random):
     """Not on the order of the file, nor on what else it asks for."""
@@ -125,7 +125,7 @@ def test_names_depend_on_the_run_alone(grid, random):
             assert names[run.title] == run.launch.config
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(GRIDS)
 def test_trainer_s_command_line_makes_the_planned_run(grid):
     with tempfile.TemporaryDirectory() as folder:
