@@ -144,7 +144,7 @@ class RunFolder:
         (self.path / LOCK).unlink(missing_ok=True)
 
     def _continues(self, config: Config, workers: int, resume: str) -> bool:
-        if (self.path / FINAL).exists():
+        if is_finished(self.path):
             raise UserError(f"{self.path} holds a finished run: --overwrite to do it again")
         if not (self.path / CHECKPOINT).exists() and not (self.path / EPOCHS).exists():
             return False
@@ -180,8 +180,8 @@ class RunFolder:
         _write(self.path / CONFIG, lambda file: file.write(text.encode()))
 
     def _check_workers(self, workers: int) -> None:
-        path = self.path / PROVENANCE
-        if path.exists() and (before := _read_json(path).get("world_size")) != workers:
+        before = recorded_workers(self.path)
+        if before not in (None, workers):
             raise UserError(
                 f"{self.path} holds an unfinished run of {before} workers, not {workers}: "
                 f"start {before}, or --overwrite"
@@ -370,6 +370,31 @@ def read_run(path: Path | str) -> Run:
         raise UserError(f"{path / EPOCHS} has no epoch yet")
     config, facts = read_mapping(path / CONFIG), _read_json(path / PROVENANCE)
     return Run(path, config, facts, epochs, _read_steps(path))
+
+
+def is_finished(path: Path) -> bool:
+    """Whether a run's folder holds all epochs: with its final weights, or shipped without them.
+
+    A folder with a checkpoint is still being trained, however many epochs it has recorded.
+    """
+    if (path / FINAL).exists():
+        return True
+    if (path / CHECKPOINT).exists() or not (path / CONFIG).exists():
+        return False
+    config = from_mapping(read_mapping(path / CONFIG), where=str(path / CONFIG))
+    return len(_epoch_lines(path)) >= config.epochs
+
+
+def count_epochs(path: Path) -> int:
+    """How many epochs a run's folder has recorded."""
+    file = path / EPOCHS
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+def recorded_workers(path: Path) -> int | None:
+    """The number of workers of the run in a folder; None where it has not got so far."""
+    file = path / PROVENANCE
+    return _read_json(file).get("world_size") if file.exists() else None
 
 
 def batch_sizes_by_epoch(path: Path | str) -> list[list[list[int]]]:

@@ -63,19 +63,25 @@ class Stragglers:
         return float(draw.gamma(1.0 if rule.shape is None else rule.shape, rule.scale))
 
 
+def must_measure(rules: Sequence[StragglerRule]) -> bool:
+    """Whether `calibrate` needs busy times: some delay is a fraction of a time not given."""
+    return any(rule.fraction is not None and rule.busy_seconds is None for rule in rules)
+
+
 def calibrate(
     rules: Sequence[StragglerRule], busy: Sequence[float], timeout: float
 ) -> list[dict[str, float | int]]:
     """The seconds of every delay given as a fraction: [{"rule", "rank", "seconds"}, …].
 
-    busy: each worker's undelayed busy time in seconds per step at an equal split, [n]; timeout: of
-    the collectives. Raises UserError for a delay that would not be waited for.
+    busy: each worker's undelayed busy time in seconds per step at an equal split, [n], for rules
+    without busy_seconds; timeout: of the collectives. Raises UserError for a delay that would not
+    be waited for.
     """
     delays = [
-        {"rule": index, "rank": rank, "seconds": rule.fraction * float(busy[rank])}
+        {"rule": index, "rank": rank, "seconds": rule.fraction * float(own)}
         for index, rule in enumerate(rules)
         if rule.fraction is not None
-        for rank in rule.ranks
+        for rank, own in zip(rule.ranks, rule.busy_seconds or [busy[r] for r in rule.ranks])
     ]
     for delay in delays:
         if delay["seconds"] >= timeout:

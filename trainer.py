@@ -52,7 +52,7 @@ from recorder import (
     step_arrays,
 )
 from schedule import learning_rate
-from stragglers import Stragglers, calibrate
+from stragglers import Stragglers, calibrate, must_measure
 from workload import (
     DTYPES,
     MEMORY_FORMATS,
@@ -118,7 +118,7 @@ class Trainer:
             self.balancer.announce_cap(cap)
         self.balancer.agree_on_caps()
         rules = self.config.stragglers
-        calibrates = checkpoint is None and any(rule.fraction is not None for rule in rules)
+        calibrates = checkpoint is None and must_measure(rules)
         busy = self._rehearse(CALIBRATION_STEPS if calibrates else 0)
         if checkpoint is None:
             self.calibrated = calibrate(rules, busy, self.config.timeout)

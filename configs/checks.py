@@ -160,9 +160,22 @@ def _check_rule_keys(rule: StragglerRule, name: str, where: str) -> None:
             f"{name} of kind constant needs exactly one of {name}.seconds and {name}.fraction,"
             f" but {count} given: give one and leave the other null",
         )
+    if rule.busy_seconds is not None:
+        _check_busy_seconds(rule, name, where)
     for key in own:
         if rule.kind != "constant" and getattr(rule, key) is None:
             _fail(where, f"{name}.{key} is missing: kind {rule.kind} needs {joined}")
+
+
+def _check_busy_seconds(rule: StragglerRule, name: str, where: str) -> None:
+    if rule.fraction is None:
+        _fail(where, f"{name}.busy_seconds needs {name}.fraction: give both or drop it")
+    if len(rule.busy_seconds) != len(rule.ranks):
+        _fail(
+            where,
+            f"{name}.busy_seconds has {len(rule.busy_seconds)} entries but {name}.ranks "
+            f"{len(rule.ranks)}: give one for each rank",
+        )
 
 
 def _fail_rank(index: int, rank: int, world_size: int) -> NoReturn:

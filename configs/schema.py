@@ -185,6 +185,11 @@ class StragglerRule:
         "For constant: delay per step as a fraction of the undelayed step time (or seconds).",
         at_least=0,
     )
+    busy_seconds: tuple[float, ...] | None = setting(
+        None,
+        "For fraction: the undelayed step time of each of `ranks` in seconds; null measures it.",
+        above=0,
+    )
     shape: float | None = setting(None, "For gamma: shape k; the mean is k * scale.", above=0)
     scale: float | None = setting(
         None, "For gamma and exponential: scale in seconds; exponential's mean.", above=0

@@ -81,7 +81,20 @@ def write_run(
     config = fake_config(**changes)
     path = root / (folder or config["name"]) / config["algorithm"] / f"seed-{config['seed']}"
     path.mkdir(parents=True)
-    epochs, arrays = _simulate(config, workers, steps, recorded or config["epochs"])
+    write_records(path, config, workers, recorded or config["epochs"], steps, calibrated)
+    return path
+
+
+def write_records(
+    path: Path,
+    config: dict[str, Any],
+    workers: int,
+    recorded: int,
+    steps: int = 40,
+    calibrated: list[dict[str, Any]] | None = None,
+) -> None:
+    """Write the records of a resolved config's run into the folder `path`; as in `write_run`."""
+    epochs, arrays = _simulate(config, workers, steps, recorded)
     provenance = {
         "command": "torchrun trainer.py", "git_commit": None, "git_dirty": None, "versions": {},
         "devices": ["cpu"] * workers, "world_size": workers, "backend": "gloo", "threads": 1,
@@ -93,7 +106,6 @@ def write_run(
     (path / "provenance.json").write_text(json.dumps(provenance))
     (path / "epochs.jsonl").write_text("".join(json.dumps(epoch) + "\n" for epoch in epochs))
     np.savez(path / "steps.npz", **arrays)
-    return path
 
 
 def _simulate(
@@ -150,7 +162,7 @@ def _delays(config: dict[str, Any], workers: int) -> np.ndarray:
     delays = np.zeros(workers)
     for rule in config["stragglers"]:
         for rank in rule["ranks"]:
-            delays[rank] += rule.get("seconds", 0.02)
+            delays[rank] += rule.get("seconds") or 0.02
     return delays
 
 

@@ -40,8 +40,8 @@ data.test_samples optimizer.lr optimizer.momentum optimizer.nesterov optimizer.w
 schedule.kind partition.policy partition.shares partition.every partition.min_batch
 partition.max_batch partition.min_gain partition.replay
 stragglers.N.ranks stragglers.N.kind stragglers.N.seconds
-stragglers.N.fraction stragglers.N.shape stragglers.N.scale stragglers.N.factor
-stragglers.N.first_epoch stragglers.N.last_epoch
+stragglers.N.fraction stragglers.N.busy_seconds stragglers.N.shape stragglers.N.scale
+stragglers.N.factor stragglers.N.first_epoch stragglers.N.last_epoch
 """.split()
 
 DEFAULTS = """
@@ -179,6 +179,10 @@ BAD = [
     ("stragglers: [{ranks: [1]}]", ["stragglers.0.kind", "missing", "constant"]),
     (RULE + "constant}]", ["stragglers.0", "exactly one of", "neither"]),
     (RULE + "constant, seconds: 1, fraction: 1}]", ["stragglers.0", "exactly one of", "both"]),
+    (RULE + "constant, seconds: 1, busy_seconds: [1]}]", ["busy_seconds needs", "fraction"]),
+    (RULE + "constant, fraction: 1, busy_seconds: [1, 1]}]", ["busy_seconds has 2", "ranks 1"]),
+    (RULE + "constant, fraction: 1, busy_seconds: [0]}]", ["stragglers.0.busy_seconds", "> 0"]),
+    (RULE + "gamma, shape: 1, scale: 1, busy_seconds: [1]}]", ["busy_seconds needs", "fraction"]),
     (RULE + "constant, seconds: -1}]", ["stragglers.0.seconds", ">= 0"]),
     (RULE + "constant, seconds: 600}]", ["stragglers.0.seconds 600", "timeout 600"]),
     (RULE + "constant, seconds: 1, scale: 1}]", ["stragglers.0.scale", "seconds or fraction"]),

@@ -19,7 +19,15 @@ from training import short_config
 
 from configs.errors import UserError
 from configs.schema import from_mapping, resolve
-from recorder import RunFolder, find_runs, load_state, read_run
+from recorder import (
+    RunFolder,
+    count_epochs,
+    find_runs,
+    is_finished,
+    load_state,
+    read_run,
+    recorded_workers,
+)
 
 FILES = ("config.yaml", "provenance.json", "epochs.jsonl", "steps.npz")
 
@@ -305,3 +313,37 @@ def test_records_with_a_gap_are_not_continued(tmp_path):
         folder.append_epoch(*one_epoch(number))
     with pytest.raises(UserError, match="epochs.jsonl lacks some of the 3 epochs"):
         RunFolder(folder.path).keep_epochs(3)
+
+
+@pytest.mark.parametrize(
+    "epochs, files, finished",
+    [
+        (3, (), True),  # shipped without weights
+        (3, ("checkpoint.pt",), False),  # the last epoch is written, the weights are not yet
+        (2, ("checkpoint.pt",), False),
+        (2, (), False),  # not even a checkpoint
+        (0, (), False),
+        (3, ("final.pt",), True),
+        (3, ("final.pt", "checkpoint.pt"), True),  # killed before the checkpoint was dropped
+    ],
+)
+def test_a_run_is_finished_by_its_weights_or_by_all_its_records(tmp_path, epochs, files, finished):
+    path = tmp_path / "run"
+    folder = opened(path)  # of three epochs
+    folder.write_provenance({"world_size": 1})
+    for number in range(epochs):
+        folder.append_epoch(*one_epoch(number))
+    for name in files:
+        (path / name).touch()
+    assert is_finished(path) == finished
+    assert (count_epochs(path), recorded_workers(path)) == (epochs, 1)
+    config = resolve(from_mapping(short_config()))
+    if finished:
+        with pytest.raises(UserError, match="finished run: --overwrite"):
+            RunFolder(path).open(config, 1, "auto", overwrite=False)
+        assert count_epochs(path) == epochs
+
+
+def test_a_folder_without_a_run_is_not_finished(tmp_path):
+    assert not is_finished(tmp_path) and not is_finished(tmp_path / "none")
+    assert (count_epochs(tmp_path), recorded_workers(tmp_path)) == (0, None)

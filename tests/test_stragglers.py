@@ -11,7 +11,7 @@ import torch
 from training import Trained, train, work_per_sample
 
 from configs.schema import StragglerRule
-from stragglers import Stragglers, calibrate
+from stragglers import Stragglers, calibrate, must_measure
 
 
 class NotedSleep:
@@ -123,6 +123,20 @@ def test_calibration_multiplies_each_worker_s_own_time():
     ]
     assert calibrate(rules, np.array([2.0, 4.0]), 600.0) == [
         {"rule": 1, "rank": 1, "seconds": 2.0}, {"rule": 1, "rank": 0, "seconds": 1.0}
+    ]  # fmt: skip
+
+
+def test_a_given_busy_time_replaces_the_measured_one():
+    given = StragglerRule(
+        ranks=(1, 0), kind="constant", fraction=0.5, busy_seconds=(3.0, 5.0), first_epoch=2
+    )
+    measured = StragglerRule(ranks=(1,), kind="constant", fraction=0.5)
+    assert calibrate([given, measured], np.array([2.0, 4.0]), 600.0) == [
+        {"rule": 0, "rank": 1, "seconds": 1.5}, {"rule": 0, "rank": 0, "seconds": 2.5},
+        {"rule": 1, "rank": 1, "seconds": 2.0},
+    ]  # fmt: skip
+    assert [must_measure(r) for r in ([], [given], [measured], [given, measured])] == [
+        False, False, True, True
     ]  # fmt: skip
 
 

@@ -1,0 +1,219 @@
+"""One sitting at an experiment: what is missing is run, one after the other."""
+
+from __future__ import annotations
+
+import fnmatch
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from configs.errors import UserError
+from configs.files import read_mapping
+from configs.schema import differences, from_mapping, resolve
+from experiments.calibration import FILE, STEPS, Calibrations, measure, workload
+from experiments.grid import Experiment, PlannedRun
+from experiments.launcher import Launcher
+from experiments.prediction import Prediction, Predictor
+from experiments.progress import Progress, duration
+from recorder import CONFIG, MAY_DIFFER, count_epochs, is_finished, recorded_workers
+from stragglers import must_measure
+
+STOP = "stop"  # a file of this name in the output folder ends the sitting after the present run
+
+
+def select(experiment: Experiment, patterns: Sequence[str] | None) -> list[PlannedRun]:
+    """The runs whose title fits one of the shell patterns; all without patterns."""
+    runs = [
+        run
+        for run in experiment.runs
+        if not patterns or any(fnmatch.fnmatchcase(run.title, pattern) for pattern in patterns)
+    ]
+    if not runs:
+        raise UserError(
+            f"--only {' '.join(patterns or ())} fits none of the {len(experiment.runs)} runs, "
+            f"e.g. {experiment.runs[0].title}"
+        )
+    return runs
+
+
+class Sitting:
+    """Makes the runs of an experiment that are not finished; `failed` gets a line for each failure.
+
+    Raises UserError where a run's folder holds another run than the one that is asked for.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        runs: Sequence[PlannedRun],
+        launcher: Launcher,
+        calibrations: Calibrations,
+        max_hours: float | None = None,
+    ) -> None:
+        self.experiment, self._launcher, self._calibrations = experiment, launcher, calibrations
+        self._predictor = Predictor(calibrations, experiment.workers)
+        self._end = None if max_hours is None else time.monotonic() + 3600 * max_hours
+        self.runs = [self._with_times(run) for run in runs]
+        self.failed: list[str] = []
+        for run in map(self._with_times, experiment.runs):
+            _check_folder(run, experiment)
+            if is_finished(run.folder):
+                self._predictor.learn(run)
+
+    def left(self) -> list[PlannedRun]:
+        """The runs that are not finished, in order."""
+        return [run for run in self.runs if not is_finished(run.folder)]
+
+    def prediction(self, run: PlannedRun) -> Prediction:
+        return self._predictor.predict(run)
+
+    def seconds_left(self, runs: Iterable[PlannedRun]) -> float | None:
+        """Predicted seconds of what is missing of these runs; None where one is unknown."""
+        return _added(_missing(self.prediction(run), run) for run in runs)
+
+    def work(self) -> None:
+        """Makes all runs that are left, or as many as time allows."""
+        left = self.left()
+        progress = Progress(sum(run.launch.config.epochs for run in left))
+        try:
+            progress.say(f"{len(self.runs) - len(left)} of {len(self.runs)} runs are finished")
+            if self._calibrations.elsewhere():
+                progress.say(f"note: {self._calibrations.path} is of another machine; delays stay")
+            self._calibrate(left, progress)
+            left = [self._with_times(run) for run in left]
+            for number, run in enumerate(left):
+                if must_measure(run.launch.config.stragglers):
+                    self.failed.append(f"{run.title}: not started without its calibration")
+                    continue
+                if why := self._must_stop():
+                    progress.say(f"stopped ({why}): {len(left) - number} runs are left")
+                    break
+                self._make(left, number, progress)
+        finally:
+            progress.close()
+
+    def _calibrate(self, runs: Sequence[PlannedRun], progress: Progress) -> None:
+        """Measures each workload that needs it, once; where that fails, a line in `failed`."""
+        seen: list[dict[str, Any]] = []
+        for run in runs:
+            config = run.launch.config
+            if not must_measure(config.stragglers) or (own := workload(config)) in seen:
+                continue
+            seen.append(own)
+            log = self._log(f"calibration-{run.base}")
+            progress.say(f"calibration of {run.base}: {STEPS} steps without delays")
+            try:
+                entry = measure(run.mapping, self._launcher, self.experiment.output, log)
+            except UserError as error:
+                self.failed.append(f"{run.base}: {error}")
+                continue
+            self._calibrations.add(entry)
+            times = ", ".join(f"{1000 * seconds:.2f}" for seconds in entry["busy_seconds"])
+            progress.say(f"calibration of {run.base}: {times} ms a step")
+
+    def _make(self, left: Sequence[PlannedRun], number: int, progress: Progress) -> None:
+        run, place = left[number], f"[{number + 1}/{len(left)}]"
+        told, after = self.prediction(run), self.seconds_left(left[number + 1 :])
+        own = duration(_missing(told, run))
+        for_all = duration(_added([_missing(told, run), after]))
+        progress.say(f"{place} {run.title}: {own} predicted, {for_all} for all that are left")
+        others = sum(count_epochs(other.folder) for other in left if other is not run)
+
+        def watch() -> None:
+            until = _added([_missing(told, run), after])
+            progress.show(others + count_epochs(run.folder), run.title, until)
+
+        continued = count_epochs(run.folder) > 0
+        log, begin = self._log(run.title.replace("/", "_")), time.monotonic()
+        code = self._launcher.run(run.arguments(self._write_config(run)), log, watch)
+        seconds = time.monotonic() - begin
+        spent = duration(seconds)
+        if code == 0 and is_finished(run.folder):
+            self._predictor.learn(run, None if continued else seconds)
+            progress.say(f"{place} {run.title}: done in {spent}")
+            return
+        self.failed.append(f"{run.title}: exit code {code}, see {log}")
+        progress.say(f"{place} {run.title}: failed after {spent}")
+
+    def _must_stop(self) -> str | None:
+        stop = self.experiment.output / STOP
+        if stop.exists():
+            stop.unlink()
+            return f"{stop} was there"
+        if self._end is not None and time.monotonic() >= self._end:
+            return "--max-hours"
+        return None
+
+    def _with_times(self, run: PlannedRun) -> PlannedRun:
+        """The run with its delays' measured times, as far as there are any."""
+        config = run.launch.config
+        mapping = self._calibrations.applied(run.mapping, config)
+        rules = from_mapping(mapping).stragglers
+        launch = replace(run.launch, config=replace(config, stragglers=rules))
+        return replace(run, mapping=mapping, launch=launch)
+
+    def _write_config(self, run: PlannedRun) -> Path:
+        """The file that the run is started with: its base config with measured times."""
+        path = self.experiment.output / "configs" / f"{run.base}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = yaml.safe_dump(dict(run.mapping), sort_keys=False)
+        path.write_text(f"# Made by reproduce.py for experiment {self.experiment.name}.\n{text}")
+        return path
+
+    def _log(self, name: str) -> Path:
+        return self.experiment.output / "logs" / f"{name}.log"
+
+
+def plan(sitting: Sitting) -> str:
+    """A table of all runs: what is left of each, how long it will take, and how that is known."""
+    left = {run.folder for run in sitting.left()}
+    rows = [("run", "epochs", "predicted", "from")]
+    for run in sitting.runs:
+        done, epochs = count_epochs(run.folder), run.launch.config.epochs
+        if run.folder not in left:
+            rows.append((run.title, f"{epochs}", "finished", ""))
+            continue
+        told = sitting.prediction(run)
+        rows.append((run.title, f"{done}/{epochs}", duration(told.seconds), told.source))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = ["  ".join([*map(str.ljust, row, widths), row[3]]).rstrip() for row in rows]
+    seconds = sitting.seconds_left(sitting.left())
+    lines.append(f"{len(left)} of {len(sitting.runs)} runs are left: {duration(seconds)}")
+    return "\n".join(lines)
+
+
+def _missing(told: Prediction, run: PlannedRun) -> float | None:
+    """Seconds of the epochs that a run has not recorded yet."""
+    done = count_epochs(run.folder) / run.launch.config.epochs
+    return None if told.seconds is None else told.seconds * (1 - done)
+
+
+def _added(seconds: Iterable[float | None]) -> float | None:
+    """The sum, or None where one is unknown."""
+    known = list(seconds)
+    return None if None in known else sum(known)
+
+
+def _check_folder(run: PlannedRun, experiment: Experiment) -> None:
+    """Raises UserError where the run's folder holds records of another run."""
+    file = run.folder / CONFIG
+    if not file.exists():
+        return
+    workers = recorded_workers(run.folder)
+    if None not in (workers, experiment.workers) and workers != experiment.workers:
+        raise UserError(
+            f"{run.folder} holds a run of {workers} workers, not {experiment.workers}: start "
+            f"{workers}, choose another --output, or remove that folder"
+        )
+    earlier = resolve(from_mapping(read_mapping(file), str(file)))
+    changed = [key for key in differences(earlier, run.launch.config) if key not in MAY_DIFFER]
+    if changed:
+        hint = f" ({FILE} is missing or another's)" if "busy_seconds" in changed[0] else ""
+        raise UserError(
+            f"{run.folder} holds a run with another {', '.join(changed)}{hint}: set it back, "
+            "choose another --output, or remove that folder"
+        )

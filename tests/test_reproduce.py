@@ -1,0 +1,420 @@
+"""reproduce.py: what is run, skipped, resumed and said, with a stand-in for the launcher."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from training import records, short_config
+
+import reproduce
+from configs.command_line import parse
+from configs.schema import from_mapping, resolve
+from experiments import launcher
+from experiments.calibration import FILE
+from experiments.grid import read_experiment
+from experiments.launcher import ENDING, TORCHRUN_OPTIONS, Launcher
+from recorder import is_finished
+
+ROOT = Path(__file__).resolve().parent.parent
+FAKE = f"{sys.executable} {ROOT / 'tests' / 'fake_launcher.py'}"
+DELAYS = {
+    "f0.5": [{"ranks": [1], "kind": "constant", "fraction": 0.5}],
+    "s0.1": [{"ranks": [1], "kind": "constant", "seconds": 0.1}],
+}
+ALL = [
+    f"base-{delay}/{algorithm}/seed-{seed}"
+    for seed in (1, 2)
+    for delay in DELAYS
+    for algorithm in ("sync-sgd", "edp-sgd")
+]
+
+
+class Set:
+    """An experiment file in a folder, and calls of reproduce.py with it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.output, self.notes = folder, folder / "out", folder / "notes"
+        base = {**short_config(), "name": "base", "data": {"name": "synthetic"}}
+        (folder / "base.yaml").write_text(yaml.safe_dump({**base, "epochs": 3}))
+        self.write({})
+
+    def write(self, changes: dict[str, Any]) -> None:
+        grid = {
+            "configs": [str(self.folder / "base.yaml")],
+            "algorithms": ["sync-sgd", "edp-sgd"],
+            "seeds": [1, 2],
+            "delays": DELAYS,
+            **changes,
+        }
+        document = {"name": "set", "workers": 2, "grids": [grid]}
+        (self.folder / "set.yaml").write_text(yaml.safe_dump(document, sort_keys=False))
+
+    def call(self, *arguments: str) -> int:
+        line = [str(self.folder / "set.yaml"), "--output", str(self.output), *arguments]
+        return reproduce.main([*line, "--launch-prefix", FAKE])
+
+    def commands(self) -> list[list[str]]:
+        """The launched command lines, without the calibrations'."""
+        lines = self.notes.read_text().splitlines() if self.notes.exists() else []
+        found = [json.loads(line) for line in lines]
+        return [command for command in found if "calibration" not in " ".join(command)]
+
+    def started(self) -> list[str]:
+        """The runs in the order in which they were launched."""
+        titles = []
+        for command in self.commands():
+            option = dict(itertools.pairwise(command))
+            name = Path(option["--config"]).stem
+            titles.append(f"{name}/{option['--algorithm']}/seed-{option['--seed']}")
+        return titles
+
+    def run(self, title: str) -> Path:
+        return self.output / title
+
+    def config(self, title: str) -> dict[str, Any]:
+        return yaml.safe_load((self.run(title) / "config.yaml").read_text())
+
+
+@pytest.fixture(autouse=True)
+def handlers():
+    """reproduce.main changes what signals do; the tests' own process goes on as before."""
+    before = {number: signal.getsignal(number) for number in ENDING}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def experiment(tmp_path, monkeypatch):
+    monkeypatch.setenv("FAKE_NOTES", str(tmp_path / "notes"))
+    monkeypatch.setattr(reproduce, "write_report", lambda experiment: [])
+    return Set(tmp_path)
+
+
+# --- what is run ----------------------------------------------------------------------------------
+
+
+def test_all_runs_are_made_in_order_and_never_again(experiment, capsys):
+    assert experiment.call() == 0
+    assert experiment.started() == ALL
+    for title in ALL:
+        assert len(records(experiment.run(title))) == 3
+    assert "[8/8] base-s0.1/edp-sgd/seed-2: done in" in capsys.readouterr().out
+    assert experiment.call() == 0
+    assert experiment.started() == ALL
+    assert "8 of 8 runs are finished" in capsys.readouterr().out
+
+
+def test_records_alone_are_a_finished_run_wherever_they_lie(experiment):
+    """The folder that is shipped or comes from an earlier sitting holds no weights."""
+    assert experiment.call() == 0
+    assert not list(experiment.output.rglob("*.pt"))
+    experiment.output = shutil.move(experiment.output, experiment.folder / "shipped")
+    experiment.output = Path(experiment.output)
+    assert experiment.call("data.root=/elsewhere") == 0
+    assert len(experiment.started()) == len(ALL)
+
+
+def test_only_the_unfinished_are_continued(experiment):
+    assert experiment.call() == 0
+    interrupted, missing = ALL[1], ALL[6]
+    lines = (experiment.run(interrupted) / "epochs.jsonl").read_text().splitlines(keepends=True)
+    (experiment.run(interrupted) / "epochs.jsonl").write_text("".join(lines[:2]))
+    (experiment.run(interrupted) / "checkpoint.pt").write_bytes(b"")
+    shutil.rmtree(experiment.run(missing))
+    assert experiment.call() == 0
+    assert experiment.started() == [*ALL, interrupted, missing]
+    # A plain call of trainer.py, which itself goes on from the checkpoint.
+    assert not {"--overwrite", "--resume"} & set(experiment.commands()[-2])
+
+
+def test_a_failure_is_told_at_the_end_and_holds_up_no_other(experiment, monkeypatch, capsys):
+    monkeypatch.setenv("FAKE_FAIL", "s0.1/sync-sgd")
+    assert experiment.call() == 1
+    assert experiment.started() == ALL
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 2
+    for line, seed in zip(told, (1, 2)):
+        assert line.startswith(f"failed: base-s0.1/sync-sgd/seed-{seed}: exit code 3, see ")
+        assert "it broke" in Path(line.rpartition("see ")[2]).read_text()
+    monkeypatch.delenv("FAKE_FAIL")
+    assert experiment.call() == 0
+    assert experiment.started()[len(ALL) :] == [ALL[2], ALL[6]]
+
+
+def test_only(experiment, capsys):
+    assert experiment.call("--only", "*/edp-sgd/*", "--only", "*-f0.5/*/seed-2") == 0
+    wanted = [title for title in ALL if "edp" in title or title == "base-f0.5/sync-sgd/seed-2"]
+    assert experiment.started() == wanted
+    assert experiment.call("--only", "nothing*") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--only nothing*" in line and ALL[0] in line
+
+
+def test_no_further_run_after_max_hours_or_a_stop_file(experiment, capsys):
+    assert experiment.call("--max-hours", "0") == 0
+    assert experiment.started() == []
+    (experiment.output / "stop").touch()
+    assert experiment.call() == 0
+    assert experiment.started() == [] and not (experiment.output / "stop").exists()
+    assert capsys.readouterr().out.count("8 runs are left") == 2
+    assert experiment.call("--max-hours", "9") == 0
+    assert experiment.started() == ALL
+
+
+def test_options_of_torchrun_and_keys_are_handed_on(experiment):
+    options = {
+        option: {"--nproc-per-node": "1", "--nnodes": "2"}.get(option, f"x{place}")
+        for place, option in enumerate(TORCHRUN_OPTIONS)
+    }
+    words = [word for pair in options.items() for word in pair]
+    assert experiment.call(*words, "--only", ALL[0], "epochs=2") == 0
+    (command,) = experiment.commands()
+    assert command[:3] == [sys.executable, "-m", "torch.distributed.run"]
+    assert {f"{option}={value}" for option, value in options.items()} <= set(command)
+    assert "--standalone" not in command  # these options say how workers meet
+    assert experiment.config(ALL[0])["epochs"] == 2
+    assert experiment.call("--only", ALL[1], "epochs=2") == 0
+    assert experiment.commands()[1][3:5] == ["--standalone", "--nproc-per-node=2"]
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["epochs=4"], ["base-f0.5/sync-sgd/seed-1", "another epochs", "--output"]),
+        (["--nproc-per-node", "3"], ["2 workers, not 3"]),
+        (["epochs"], ["key=value"]),
+        (["epochs=x"], ["epochs must be a whole number"]),
+        (["--nproc", "2"], ["--nproc"]),
+        (["--max-hours", "x"], ["--max-hours"]),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line_before_anything_runs(
+    experiment, capsys, arguments, words
+):
+    assert experiment.call("--only", ALL[0]) == 0
+    capsys.readouterr()
+    assert experiment.call(*arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("reproduce.py: error: ")
+    for word in words:
+        assert word in line
+    assert experiment.started() == [ALL[0]]
+
+
+def test_a_bad_config_at_the_end_of_the_grid_is_found_at_the_start(experiment, capsys):
+    experiment.write({"vary": {"optimizer.lr": [0.1, 0.2, -1]}})
+    assert experiment.call() == 2
+    assert "optimizer.lr must be a number > 0" in capsys.readouterr().err
+    assert experiment.started() == [] and not experiment.output.exists()
+
+
+@pytest.mark.parametrize("text", ["{", "{}", '[{"workload": {}, "busy_seconds": [1.0]}]'])
+def test_a_damaged_calibration_is_refused(experiment, capsys, text):
+    experiment.output.mkdir()
+    (experiment.output / FILE).write_text(text)
+    assert experiment.call() == 2
+    assert FILE in capsys.readouterr().err
+
+
+# --- calibration ----------------------------------------------------------------------------------
+
+
+def test_all_runs_share_the_seconds_of_one_calibration(experiment, capsys):
+    """Also those of a later sitting, on a machine that would now measure something else."""
+    assert experiment.call("--only", "*/seed-1") == 0
+    (entry,) = json.loads((experiment.output / FILE).read_text())
+    assert {"machine", "measured", "versions", "workload"} <= set(entry)
+    assert experiment.call() == 0
+    assert json.loads((experiment.output / FILE).read_text()) == [entry]
+    assert "another machine" not in capsys.readouterr().out
+    for title in ALL:
+        (rule,) = experiment.config(title)["stragglers"]
+        given = json.loads((experiment.run(title) / "provenance.json").read_text())
+        if "f0.5" in title:
+            assert (rule["fraction"], rule["busy_seconds"]) == (0.5, [entry["busy_seconds"][1]])
+            (delay,) = given["calibrated_delays"]
+            assert delay["seconds"] == 0.5 * entry["busy_seconds"][1]
+        else:
+            assert rule == DELAYS["s0.1"][0] | {"first_epoch": 0}
+    shutil.rmtree(experiment.run(ALL[1]))
+    (experiment.output / FILE).write_text(json.dumps([{**entry, "machine": {"cores": 1}}]))
+    assert experiment.call() == 0
+    assert "is of another machine; delays stay" in capsys.readouterr().out
+    (rule,) = experiment.config(ALL[1])["stragglers"]
+    assert rule["busy_seconds"] == [entry["busy_seconds"][1]]
+    # Without it, runs of other seconds would be put beside these.
+    (experiment.output / FILE).unlink()
+    shutil.rmtree(experiment.run(ALL[0]))
+    assert experiment.call() == 2
+    assert f"{FILE} is missing" in capsys.readouterr().err
+
+
+def test_runs_without_fractions_need_no_calibration(experiment):
+    experiment.write({"delays": {"s0.1": DELAYS["s0.1"]}})
+    assert experiment.call() == 0
+    assert not (experiment.output / FILE).exists()
+
+
+def test_what_cannot_be_calibrated_is_not_started_but_all_else_is(experiment, monkeypatch, capsys):
+    monkeypatch.setenv("FAKE_FAIL", "calibration")
+    assert experiment.call() == 1
+    assert experiment.started() == [title for title in ALL if "s0.1" in title]
+    errors = capsys.readouterr().err
+    assert "calibration failed with exit code 3" in errors
+    assert errors.count("not started without its calibration") == 4
+
+
+# --- predicted times ------------------------------------------------------------------------------
+
+
+def test_a_dry_run_lists_runs_with_their_times_and_their_source(experiment, capsys):
+    assert experiment.call("--dry-run") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:-1]] == ALL
+    assert all("unknown    nothing measured yet" in line for line in lines[1:-1])
+    assert lines[-1] == "8 of 8 runs are left: unknown"
+    assert not experiment.output.exists() and experiment.started() == []
+
+    assert experiment.call("--only", "*-f0.5/sync-sgd/seed-1") == 0
+    capsys.readouterr()
+    assert experiment.call("--dry-run") == 0
+    told = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()[1:-1]}
+    assert "finished" in told[ALL[0]]
+    assert told["base-f0.5/sync-sgd/seed-2"].endswith("finished runs alike")
+    assert told["base-f0.5/edp-sgd/seed-1"].endswith("finished run of this workload")
+    assert len(experiment.started()) == 1
+
+
+# --- figures and report ---------------------------------------------------------------------------
+
+
+def test_figures_and_report_are_of_all_runs_of_the_set(tmp_path, monkeypatch, capsys):
+    experiment = Set(tmp_path)
+    runs = read_experiment(tmp_path / "set.yaml", experiment.output)
+    assert reproduce.write_report(runs) == []  # nothing recorded yet, and no empty report
+    for title in ALL[:3]:
+        experiment.run(title).mkdir(parents=True)
+        (experiment.run(title) / "epochs.jsonl").touch()
+    (experiment.output / "report.html").touch()
+    commands = []
+
+    def call(command: list[str], **options: Any) -> subprocess.CompletedProcess:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", call)
+    (failed,) = reproduce.write_report(runs)
+    assert failed == f"{experiment.output / 'figures'}: it wrote nothing"
+    assert capsys.readouterr().out == f"written: {experiment.output / 'report.html'}\n"
+    path = ROOT / "results" / "authors" / "authors.json"
+    predictions = ["--predictions", str(path)] if path.exists() else []
+    folders = [str(experiment.output / f"base-{delay}") for delay in DELAYS]
+    assert [command[2:] for command in commands] == [
+        ["plots", *folders, "--out", str(experiment.output / "figures")],
+        ["plots.report", *folders, "--out", str(experiment.output / "report.html"), *predictions],
+    ]
+
+
+# --- ending ---------------------------------------------------------------------------------------
+
+# A launcher that does not end when it is told to, whose worker has a session of its own.
+STUBBORN = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)  # MARK"],
+                 start_new_session=True)
+time.sleep(100)
+"""
+
+
+def test_a_launcher_that_does_not_end_is_killed_with_its_workers(tmp_path, monkeypatch):
+    mark = f"mark-{tmp_path}"
+    script = tmp_path / "launcher.py"
+    script.write_text(STUBBORN.replace("MARK", mark))
+    monkeypatch.setattr(launcher, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(launcher, "_WATCH_SECONDS", 0.05)
+    monkeypatch.setattr(Launcher, "command", lambda self, arguments: [sys.executable, str(script)])
+
+    def watch() -> None:
+        if still_running(mark):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Launcher((), ()).run([], tmp_path / "log", watch)
+    assert still_running(mark) == [] and still_running(str(script)) == []
+
+
+# --- for real -------------------------------------------------------------------------------------
+
+
+def still_running(mark: str) -> list[str]:
+    """Command lines that hold `mark`, of all processes."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = file.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if mark in line:
+            found.append(line)
+    return found
+
+
+def test_ctrl_c_ends_all_processes_and_the_same_command_finishes_the_set(tmp_path, monkeypatch):
+    base = short_config(epochs=15, data__train_samples=320, precision="fp32")
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(base))
+    grid = {
+        "configs": [str(tmp_path / "base.yaml")], "algorithms": ["dp-sgd"],
+        "delays": {"half": [{"ranks": [1], "kind": "constant", "fraction": 0.5}]},
+    }  # fmt: skip
+    document = {"name": "set", "workers": 2, "grids": [grid]}
+    (tmp_path / "set.yaml").write_text(yaml.safe_dump(document))
+    output = tmp_path / "out"
+    command = [sys.executable, str(ROOT / "reproduce.py"), str(tmp_path / "set.yaml")]
+    command += ["--output", str(output)]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    epochs = output / "short-half" / "dp-sgd" / "seed-42" / "epochs.jsonl"
+    try:
+        deadline = time.monotonic() + 60
+        while not epochs.exists() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert errors == "reproduce.py: interrupted: the same command goes on from here\n"
+    assert still_running(str(output)) == []
+    begun = len(records(epochs.parent))
+    assert 1 <= begun < 15
+
+    monkeypatch.setattr(reproduce, "write_report", lambda experiment: [])
+    assert reproduce.main([str(tmp_path / "set.yaml"), "--output", str(output)]) == 0
+    run = epochs.parent
+    assert [record["epoch"] for record in records(run)] == list(range(15))
+    assert is_finished(run)
+    facts = json.loads((run / "provenance.json").read_text())
+    (entry,) = json.loads((output / FILE).read_text())
+    assert entry["world_size"] == 2 and entry["steps"] >= 50
+    for start in (facts, *facts["continued"]):
+        (delay,) = start["calibrated_delays"]
+        assert delay["seconds"] == 0.5 * entry["busy_seconds"][1] > 0
+    # The config file that is kept makes the same run again.
+    file = output / "configs" / "short-half.yaml"
+    again = parse(["--config", str(file), "--algorithm", "dp-sgd", "--output", str(output)])
+    stored = yaml.safe_load((run / "config.yaml").read_text())
+    assert again.config == resolve(from_mapping(stored))
