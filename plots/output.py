@@ -1,9 +1,9 @@
-"""All figures and the comparison summary of a set of runs, written into one folder."""
+"""All figures and the comparison summary of a set of runs, drawn, or written into one folder."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,7 +51,7 @@ _FIGURES: tuple[tuple[str, _Draw, _Needs, str], ...] = (
 
 
 @dataclass(frozen=True)
-class Report:
+class Output:
     """What was written: files, the tables as plain text, and notes on what is not shown."""
 
     files: tuple[Path, ...]
@@ -59,7 +59,7 @@ class Report:
     notes: tuple[str, ...]
 
 
-def write_report(paths: Sequence[Path], out: Path) -> Report:
+def write_output(paths: Sequence[Path], out: Path) -> Output:
     """Read all runs beneath `paths`, write figures (SVG, PNG), summary.md and summary.csv to `out`.
 
     Raises UserError when there are no runs, a record is damaged, or `out` cannot be written.
@@ -71,31 +71,48 @@ def write_report(paths: Sequence[Path], out: Path) -> Report:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{out}: cannot make this folder ({error.strerror})") from error
-    cues = style.variant_cues(v.label for experiment in experiments for v in experiment.variants)
+    cues = all_cues(experiments)
     files = []
-    with matplotlib.rc_context(style.RC):
-        for experiment in experiments:
-            made, missing = _write_figures(experiment, cues, out)
-            files += made
-            notes += missing
-        for workload in tables:
-            files += style.save(
-                figures.time_per_epoch(workload, cues), out / f"{workload.slug}_time-per-epoch"
-            )
+    for experiment in experiments:
+        notes += missing_figures(experiment)
+        for name, figure in experiment_figures(experiment, cues):
+            files += style.save(figure, out / f"{experiment.slug}_{name}")
+    for workload in tables:
+        figure = workload_figure(workload, cues)
+        files += style.save(figure, out / f"{workload.slug}_time-per-epoch")
     text, summary_files = _write_summary(tables, notes, out)
-    return Report((*files, *summary_files), text, tuple(notes))
+    return Output((*files, *summary_files), text, tuple(notes))
 
 
-def _write_figures(
-    experiment: Experiment, cues: Mapping[str, Cue], out: Path
-) -> tuple[list[Path], list[str]]:
-    files, missing = [], []
-    for name, draw, shown, reason in _FIGURES:
+def all_cues(experiments: Iterable[Experiment]) -> dict[str, Cue]:
+    """One look per label of any variant, so that a colour means the same in all figures."""
+    return style.variant_cues(v.label for experiment in experiments for v in experiment.variants)
+
+
+def experiment_figures(
+    experiment: Experiment, cues: Mapping[str, Cue]
+) -> Iterator[tuple[str, Figure]]:
+    """Name and figure, one by one, of all that the experiment's records allow."""
+    for name, draw, shown, _ in _FIGURES:
         if shown(experiment):
-            files += style.save(draw(experiment, cues), out / f"{experiment.slug}_{name}")
-        else:
-            missing.append(f"{experiment.slug}: no figure '{name}' ({reason})")
-    return files, missing
+            with matplotlib.rc_context(style.RC):
+                figure = draw(experiment, cues)
+            yield name, figure
+
+
+def missing_figures(experiment: Experiment) -> list[str]:
+    """A note for each figure that the experiment's records do not allow."""
+    return [
+        f"{experiment.slug}: no figure '{name}' ({reason})"
+        for name, _, shown, reason in _FIGURES
+        if not shown(experiment)
+    ]
+
+
+def workload_figure(workload: Workload, cues: Mapping[str, Cue]) -> Figure:
+    """The figure that compares all experiments of a workload."""
+    with matplotlib.rc_context(style.RC):
+        return figures.time_per_epoch(workload, cues)
 
 
 def _write_summary(
