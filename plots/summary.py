@@ -19,8 +19,8 @@ _NOTE_SPREAD = "± is one standard deviation (n − 1) over the seeds."
 _NOTE_COLUMNS = (
     "Training time per epoch is the whole training time divided by the epochs, without evaluation; "
     "the balanced epoch time is the median of the last half of the epochs; run time includes "
-    "evaluation. Speed-ups are over sync-sgd at the same delay level: geometric means of the ratios "
-    "of runs with the same seed. "
+    "evaluation. Speed-ups are over sync-sgd at the same delay level: geometric means of the "
+    "ratios of runs with the same seed. "
     "Imbalance is the slowest worker's busy time over T* in the last epoch. "
     "Accuracies are of the whole test set."
 )
