@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -37,7 +37,7 @@ class Ablation:
     over_base: the base's training time over the variant's; None for the base itself.
     """
 
-    delay: str
+    experiment: Experiment
     variant: Variant
     is_base: bool
     over_base: Ratio | None
@@ -131,6 +131,13 @@ def delay_ratio(experiment: Experiment) -> float | None:
     return float(np.max(delay / (busy - delay)))
 
 
+def plain(experiment: Experiment) -> Experiment:
+    """The experiment with the algorithms as they are alone; all variants where there are none."""
+    found = [base_variant(experiment, algorithm) for algorithm in ALGORITHMS]
+    kept = tuple(variant for variant in found if variant is not None)
+    return replace(experiment, variants=kept) if kept else experiment
+
+
 # --- ablations --------------------------------------------------------------------------------
 
 
@@ -176,7 +183,7 @@ def _line(experiment: Experiment, variant: Variant, base: Variant | None) -> Abl
         return speed_up(variant, other, epoch_seconds)
 
     return Ablation(
-        delay=experiment.delay,
+        experiment=experiment,
         variant=variant,
         is_base=variant is base,
         over_base=over(base),

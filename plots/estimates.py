@@ -33,7 +33,8 @@ class Spread:
 class Ratio:
     """A ratio of times and its confidence interval, which is None where no seed was repeated.
 
-    n: the pairs of runs with the same seed, if `paired`; else the smaller number of runs.
+    n: the pairs of runs with the same seed, if `paired`; else the smaller number of runs, 0 for a
+    ratio that is not of runs.
     """
 
     value: float

@@ -50,12 +50,17 @@ def table(
     caption: str, headings: Sequence[str], rows: Iterable[Sequence[Cell]], name: str
 ) -> Element:
     """A table that scrolls sideways where the screen is narrow; its caption also names it."""
-    head = node("tr", *(node("th", text, scope="col") for text in headings))
+    rows = list(rows)
+    words = [column for column, cell in enumerate(max(rows, key=len, default=[])) if cell.words]
+    head = [
+        node("th", text, scope="col", cls="words" if column in words else "number")
+        for column, text in enumerate(headings)
+    ]
     body = [node("tr", *map(_cell, row), cls=_row_class(row)) for row in rows]
     made = node(
         "table",
         node("caption", caption, id=name),
-        node("thead", head),
+        node("thead", node("tr", *head)),
         node("tbody", *body),
     )
     return node("div", made, cls="scroll", role="region", aria_labelledby=name, tabindex="0")

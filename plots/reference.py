@@ -95,7 +95,7 @@ def _authors_row(row: Mapping[str, str], sync: Mapping[str, str]) -> AuthorsRow:
         train_seconds=Spread(per_epoch * epochs, None),
         total_seconds=total,
         busy_seconds=tuple(float(row[f"process_seconds_rank{rank}_last50"]) for rank in (0, 1)),
-        train_speed_up=Ratio(sync_epoch / per_epoch, None, 1, False) if compared else None,
+        train_speed_up=Ratio(sync_epoch / per_epoch, None, 0, False) if compared else None,
         total_speed_up=ratio_of_means(sync_total, total, runs) if compared else None,
     )
     return AuthorsRow(times, float(row["final_train_loss"]))
@@ -139,6 +139,6 @@ def _prediction(row: Mapping[str, Any], authors: Mapping[str, AuthorsRow]) -> Ti
         total_seconds=Spread(total, None),
         busy_seconds=tuple(map(float, row["predicted_busy_seconds"])),
         optimum=None if optimum is None else float(optimum),
-        train_speed_up=Ratio(sync.epoch_seconds.mean / per_epoch, None, 1, False),
-        total_speed_up=Ratio(sync.total_seconds.mean / total, None, 1, False),
+        train_speed_up=Ratio(sync.epoch_seconds.mean / per_epoch, None, 0, False),
+        total_speed_up=Ratio(sync.total_seconds.mean / total, None, 0, False),
     )

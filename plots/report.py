@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from xml.etree.ElementTree import Element
 
@@ -20,7 +20,7 @@ import yaml
 import recorder
 from configs.errors import UserError
 from plots import output, style, tables
-from plots.comparison import Ablation, Comparison, comparisons, split
+from plots.comparison import Ablation, Comparison, comparisons, plain, split
 from plots.grouping import Experiment, count, group, workloads
 from plots.page import document, figure, node, notes
 from plots.reference import Authors, Predictions, read_authors, read_predictions
@@ -43,7 +43,7 @@ _TIMES_CAPTION = "Training time per epoch by delay level and algorithm."
 
 _READING = (
     "A grey, empty cell was not run here, not recorded, or does not apply; nothing is left out for "
-    "being unknown.",
+    "being unknown. Sources: runs made here, the paper’s authors, the simulator.",
     "± is one standard deviation (n − 1) over n seeds; with n = 1 there is none.",
     "Speed-ups are over sync-sgd of the same source, geometric means of the ratios of runs with "
     "the same seed. Brackets hold the 95 % interval of Student’s t on the logarithms of these "
@@ -119,7 +119,8 @@ def _sections(content: _Content) -> Iterator[Element]:
     yield node("nav", _contents(content), aria_label="Contents")
     yield node("h2", "Speed-ups at a glance", id="overview")
     yield tables.overview_table(content.compared, content.authors, content.predictions)
-    for workload in workloads(content.experiments):
+    main = [plain(one.own) for one in content.compared if one.own is not None]
+    for workload in workloads(main):
         drawn = output.workload_figure(workload, content.cues)
         text = f"{workload.title}. {_TIMES_CAPTION}"
         yield figure(style.svg_bytes(drawn), text, f"figure-{workload.slug}-time-per-epoch")
@@ -140,7 +141,7 @@ def _summary(content: _Content) -> str:
     text += "what the paper’s authors measured (arXiv 2110.08941)"
     text += " and what the simulator predicts for them. " if content.predictions else ". "
     if missing:
-        text += f"Not run on this hardware, so with empty cells: {'; '.join(missing)}."
+        text += f"Not run here, so with empty cells: {'; '.join(missing)}."
     return text
 
 
@@ -171,7 +172,8 @@ def _comparison(comparison: Comparison, content: _Content) -> Iterator[Element]:
             lines.append("The simulator’s rows are empty: no --predictions were given.")
     yield notes(lines)
     if comparison.own is not None:
-        yield from _figures(comparison.own, content)
+        shown = plain(comparison.own)
+        yield from _figures(shown, f"figure-{shown.slug}", content)
 
 
 def _ablations(experiment: Experiment, content: _Content) -> Iterator[Element]:
@@ -185,18 +187,19 @@ def _ablations(experiment: Experiment, content: _Content) -> Iterator[Element]:
             "delay, empty where sync-sgd was not run under it.",
         ]
     )
-    slugs = {run.path for line in lines for run in line.variant.runs}
     for other in content.experiments:
-        own = {run.path for variant in other.variants for run in variant.runs}
-        if other is not experiment and own & slugs:
-            yield node("h3", other.title)
-            yield from _figures(other, content)
+        own = [line for line in lines if line.experiment is other]
+        if not all(line.is_base for line in own):
+            shown = replace(other, variants=tuple(line.variant for line in own))
+            yield node("h3", f"Figures of the ablations: {other.title}")
+            yield from _figures(shown, f"figure-ablations-{other.slug}", content)
 
 
-def _figures(experiment: Experiment, content: _Content) -> Iterator[Element]:
-    for name, drawn in output.experiment_figures(experiment, content.cues):
-        text = f"{experiment.title}. {_CAPTIONS[name]}"
-        yield figure(style.svg_bytes(drawn), text, f"figure-{experiment.slug}-{name}")
+def _figures(experiment: Experiment, name: str, content: _Content) -> Iterator[Element]:
+    """Figures whose anchors begin with `name`."""
+    for kind, drawn in output.experiment_figures(experiment, content.cues):
+        text = f"{experiment.title}. {_CAPTIONS[kind]}"
+        yield figure(style.svg_bytes(drawn), text, f"{name}-{kind}")
 
 
 def _provenance(content: _Content) -> Iterator[Element]:
@@ -217,8 +220,8 @@ def _provenance(content: _Content) -> Iterator[Element]:
 
 def _anchor(comparison: Comparison) -> str:
     if comparison.own is not None:
-        return comparison.own.slug
-    return f"paper-{comparison.paper.model}-{comparison.paper.delay_seconds:g}"
+        return f"experiment-{comparison.own.slug}"
+    return f"not-run-{comparison.paper.model}-{comparison.paper.delay_seconds:g}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -24,7 +24,7 @@ from plots.reference import Authors, PaperKey, Predictions, Times
 from plots.summary import epoch_seconds, spread
 from recorder import Run
 
-HERE, PAPER, SIMULATOR = "measured here", "paper’s authors", "simulator"
+HERE, PAPER, SIMULATOR = "here", "authors", "simulator"
 # More workers than this are shown as a range.
 _MOST_WORKERS = 4
 
@@ -122,12 +122,12 @@ def ablation_table(caption: str, lines: Sequence[Ablation], name: str) -> Elemen
             _busy(balanced_busy(variant)),
             _milliseconds(last_known(variant, "optimum")),
             "" if imbalance is None else f"{imbalance:.3f}",
-            "reference" if line.is_base else _ratio(line.over_base),
-            _ratio(line.over_sync),
+            "reference" if line.is_base else _ratio(line.over_base, len(variant.runs)),
+            _ratio(line.over_sync, len(variant.runs)),
             *_learned(variant),
         ]
         rows.append(
-            [Cell(label, heading=True), Cell(line.delay, words=True), *map(Cell, cells)]
+            [Cell(label, heading=True), Cell(line.experiment.delay, words=True), *map(Cell, cells)]
         )
     return table(caption, _ABLATION, rows, f"table-ablations-{name}")
 
@@ -186,8 +186,8 @@ def _times_cells(times: Times | None, algorithm: str) -> list[str]:
         _seconds(times.total_seconds),
         "" if times.busy_seconds is None else _busy(times.busy_seconds),
         _milliseconds(times.optimum),
-        "reference" if reference else _ratio(times.train_speed_up),
-        "reference" if reference else _ratio(times.total_speed_up),
+        "reference" if reference else _ratio(times.train_speed_up, times.runs),
+        "reference" if reference else _ratio(times.total_speed_up, times.runs),
     ]
 
 
@@ -244,8 +244,11 @@ def _busy(seconds: Sequence[float]) -> str:
     return f"{low} to {high} ({count(len(seconds), 'worker')})"
 
 
-def _ratio(found: Ratio | None) -> str:
-    return "" if found is None else ratio_text(found)
+def _ratio(found: Ratio | None, runs: int | None = None) -> str:
+    """The ratio; with n where that is not the number of `runs` in the same row."""
+    if found is None:
+        return ""
+    return ratio_text(found) + (f" (n = {found.n})" if found.n not in (0, runs) else "")
 
 
 def unpaired(comparisons: Sequence[Comparison]) -> list[str]:
