@@ -47,9 +47,12 @@ def clean(text: str) -> str:
 
 
 def table(
-    caption: str, headings: Sequence[str], rows: Iterable[Sequence[Cell]], name: str
+    caption: str, about: str, headings: Sequence[str], rows: Iterable[Sequence[Cell]], name: str
 ) -> Element:
-    """A table that scrolls sideways where the screen is narrow; its caption also names it."""
+    """A table that scrolls sideways where the screen is narrow.
+
+    about: what its caption, short for narrow screens, leaves to the heading above it.
+    """
     rows = list(rows)
     words = [column for column, cell in enumerate(max(rows, key=len, default=[])) if cell.words]
     head = [
@@ -63,7 +66,8 @@ def table(
         node("thead", node("tr", *head)),
         node("tbody", *body),
     )
-    return node("div", made, cls="scroll", role="region", aria_labelledby=name, tabindex="0")
+    label = f"{caption}: {about}"
+    return node("div", made, cls="scroll", role="region", aria_label=label, tabindex="0")
 
 
 def _cell(cell: Cell) -> Element:

@@ -128,17 +128,21 @@ def read_predictions(path: Path, authors: Authors) -> Predictions:
 
 
 def _prediction(row: Mapping[str, Any], authors: Mapping[str, AuthorsRow]) -> Times:
-    """One predicted row; its speed-ups are over the authors' measured sync-sgd."""
-    sync, parts = authors[BASELINE].times, row["predicted_epoch_parts"]
-    per_epoch = float(parts["busy"]) + float(parts["reduce"]) + float(parts["step_rest"])
-    total, optimum = float(row["predicted_run_seconds"]), row.get("optimum_seconds")
+    """One predicted row; its speed-ups are over sync-sgd as predicted for the same machine state.
+
+    What an epoch has beside training is the same in both.
+    """
+    epochs, parts = authors[BASELINE].times.epochs, row["predicted_epoch_parts"]
+    total, speed_up = float(row["predicted_run_seconds"]), float(row["predicted_speed_up"])
+    beside = float(parts["evaluation"]) + float(parts["epoch_rest"])
+    per_epoch, sync_epoch = (seconds / epochs - beside for seconds in (total, speed_up * total))
     return Times(
-        epochs=sync.epochs,
+        epochs=epochs,
         epoch_seconds=Spread(per_epoch, None),
-        train_seconds=Spread(per_epoch * sync.epochs, None),
+        train_seconds=Spread(per_epoch * epochs, None),
         total_seconds=Spread(total, None),
         busy_seconds=tuple(map(float, row["predicted_busy_seconds"])),
-        optimum=None if optimum is None else float(optimum),
-        train_speed_up=Ratio(sync.epoch_seconds.mean / per_epoch, None, 0, False),
-        total_speed_up=Ratio(sync.total_seconds.mean / total, None, 0, False),
+        optimum=float(row["optimum_seconds"]),
+        train_speed_up=Ratio(sync_epoch / per_epoch, None, 0, False),
+        total_speed_up=Ratio(speed_up, None, 0, False),
     )

@@ -49,7 +49,8 @@ _READING = (
     "the same seed. Brackets hold the 95 % interval of Student’s t on the logarithms of these "
     "ratios, paired by seed (n − 1 degrees of freedom); with n = 1 there is no interval.",
     "The authors’ interval is Welch’s, unpaired, from mean and standard deviation of their five "
-    "runs; a prediction has none. Predicted speed-ups are over the authors’ measured sync-sgd.",
+    "runs; a prediction has none. Predicted speed-ups are over sync-sgd as it is predicted for the "
+    "same machine state; predictions start from the authors’ sync-sgd runs, whose row is empty.",
     "Training alone leaves evaluation and checkpoints out. The authors’ is their steps per epoch "
     "times the seconds per batch of the slower worker; their run time includes evaluation.",
     "Balanced busy times are by worker, in order of rank: medians of steps, averaged over the last "
@@ -179,7 +180,7 @@ def _comparison(comparison: Comparison, content: _Content) -> Iterator[Element]:
 def _ablations(experiment: Experiment, content: _Content) -> Iterator[Element]:
     lines = content.ablations[experiment.slug]
     yield node("h2", f"Ablations: {experiment.title}", id=f"ablations-{experiment.slug}")
-    yield tables.ablation_table(f"Ablations: {experiment.title}", lines, experiment.slug)
+    yield tables.ablation_table(experiment.title, lines, experiment.slug)
     yield notes(
         [
             "Each algorithm’s base run is followed by what differs from it; above 1, a variant’s "

@@ -74,7 +74,8 @@ def overview_table(
             ]
             delay = Cell(_relative_delay(comparison, name, times[BASELINE]))
             rows.append([*head, Cell(name, words=True), delay, *map(Cell, ups)])
-    return table("Speed-ups over sync-sgd [95 % interval]", _OVERVIEW, rows, "table-overview")
+    caption = "Speed-ups over sync-sgd [95 %]"
+    return table(caption, "all experiments", _OVERVIEW, rows, "table-overview")
 
 
 def times_table(
@@ -88,7 +89,7 @@ def times_table(
             head = [Cell(algorithm, heading=True, rows=len(sources))] * (number == 0)
             cells = _times_cells(times[algorithm], algorithm)
             rows.append([*head, Cell(source, words=True), *map(Cell, cells)])
-    return table(f"Times: {title(comparison)}", _TIMES, rows, f"table-times-{name}")
+    return table("Times", title(comparison), _TIMES, rows, f"table-times-{name}")
 
 
 def accuracy_table(comparison: Comparison, authors: Authors, name: str) -> Element:
@@ -105,10 +106,10 @@ def accuracy_table(comparison: Comparison, authors: Authors, name: str) -> Eleme
             row = authors[comparison.paper].get(algorithm)
             cells.append("" if row is None else f"{row.final_train_loss:.4f}")
         rows.append([Cell(algorithm, heading=True), *map(Cell, cells)])
-    return table(f"Accuracy: {title(comparison)}", headings, rows, f"table-accuracy-{name}")
+    return table("Accuracy and loss", title(comparison), headings, rows, f"table-accuracy-{name}")
 
 
-def ablation_table(caption: str, lines: Sequence[Ablation], name: str) -> Element:
+def ablation_table(about: str, lines: Sequence[Ablation], name: str) -> Element:
     """Variants under the base run that they are compared with."""
     rows = []
     for line in lines:
@@ -129,7 +130,7 @@ def ablation_table(caption: str, lines: Sequence[Ablation], name: str) -> Elemen
         rows.append(
             [Cell(label, heading=True), Cell(line.experiment.delay, words=True), *map(Cell, cells)]
         )
-    return table(caption, _ABLATION, rows, f"table-ablations-{name}")
+    return table("Variants", about, _ABLATION, rows, f"table-ablations-{name}")
 
 
 def runs_table(variants: Sequence[Variant]) -> Element:
@@ -151,7 +152,7 @@ def runs_table(variants: Sequence[Variant]) -> Element:
             ]
             path = Cell(str(run.path), heading=True)
             rows.append([path, *(Cell(text, words=True) for text in cells)])
-    return table("Runs", _RUNS, rows, "table-runs")
+    return table("Runs", "where each comes from", _RUNS, rows, "table-runs")
 
 
 # --- cells ------------------------------------------------------------------------------------
