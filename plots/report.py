@@ -180,7 +180,7 @@ def _comparison(comparison: Comparison, content: _Content) -> Iterator[Element]:
 def _ablations(experiment: Experiment, content: _Content) -> Iterator[Element]:
     lines = content.ablations[experiment.slug]
     yield node("h2", f"Ablations: {experiment.title}", id=f"ablations-{experiment.slug}")
-    yield tables.ablation_table(experiment.title, lines, experiment.slug)
+    yield from tables.ablation_tables(experiment.title, lines, experiment.slug)
     yield notes(
         [
             "Each algorithm’s base run is followed by what differs from it; above 1, a variant’s "

@@ -31,7 +31,7 @@ _MOST_WORKERS = 4
 _TIMES = (
     "algorithm", "source", "runs", "epochs", "training per epoch (s)", "training alone (s)",
     "run with evaluation (s)", "balanced busy time per worker (ms)", "T* (ms)",
-    "speed-up of training [95 %]", "speed-up with evaluation [95 %]",
+    "speed-up of training [95\u00a0%]", "speed-up with evaluation [95\u00a0%]",
 )  # fmt: skip
 _ACCURACY = (
     "algorithm", "runs", "epochs", "test samples", "final test top-1 (%)",
@@ -39,10 +39,10 @@ _ACCURACY = (
 )  # fmt: skip
 _ABLATION = (
     "variant", "delay", "runs", "epochs", "training per epoch (s)",
-    "balanced busy time per worker (ms)", "T* (ms)", "imbalance", "base’s time over this [95 %]",
-    "speed-up over sync-sgd [95 %]", "final test top-1 (%)", "best epoch’s test top-1 (%)",
-    "final training loss",
+    "balanced busy time per worker (ms)", "T* (ms)", "imbalance",
+    "base’s time over this [95\u00a0%]", "speed-up over sync-sgd [95\u00a0%]",
 )  # fmt: skip
+_ABLATION_ACCURACY = ("variant", "delay", *_ACCURACY[1:])
 _OVERVIEW = (
     "experiment", "source", "delay over undelayed busy time", "dp-sgd, training",
     "edp-sgd, training", "dp-sgd, with evaluation", "edp-sgd, with evaluation",
@@ -74,7 +74,7 @@ def overview_table(
             ]
             delay = Cell(_relative_delay(comparison, name, times[BASELINE]))
             rows.append([*head, Cell(name, words=True), delay, *map(Cell, ups)])
-    caption = "Speed-ups over sync-sgd [95 %]"
+    caption = "Speed-ups over sync-sgd [95\u00a0%]"
     return table(caption, "all experiments", _OVERVIEW, rows, "table-overview")
 
 
@@ -109,28 +109,43 @@ def accuracy_table(comparison: Comparison, authors: Authors, name: str) -> Eleme
     return table("Accuracy and loss", title(comparison), headings, rows, f"table-accuracy-{name}")
 
 
-def ablation_table(about: str, lines: Sequence[Ablation], name: str) -> Element:
-    """Variants under the base run that they are compared with."""
-    rows = []
-    for line in lines:
-        variant = line.variant
-        label = f"{variant.label} – base" if line.is_base else variant.label
-        imbalance = last_known(variant, "imbalance")
-        cells = [
-            str(len(variant.runs)),
-            _epochs(variant),
-            seconds_text(spread(variant, epoch_seconds)),
-            _busy(balanced_busy(variant)),
-            _milliseconds(last_known(variant, "optimum")),
-            "" if imbalance is None else f"{imbalance:.3f}",
-            "reference" if line.is_base else _ratio(line.over_base, len(variant.runs)),
-            _ratio(line.over_sync, len(variant.runs)),
-            *_learned(variant),
+def ablation_tables(about: str, lines: Sequence[Ablation], name: str) -> list[Element]:
+    """Times, then accuracies, of variants under the base run that they are compared with."""
+    heads = [
+        [
+            Cell(f"{line.variant.label} – base" if line.is_base else line.variant.label, True),
+            Cell(line.experiment.delay, words=True),
+            Cell(str(len(line.variant.runs))),
+            Cell(_epochs(line.variant)),
         ]
-        rows.append(
-            [Cell(label, heading=True), Cell(line.experiment.delay, words=True), *map(Cell, cells)]
-        )
-    return table("Variants", about, _ABLATION, rows, f"table-ablations-{name}")
+        for line in lines
+    ]
+    times, accuracies = [], []
+    for head, line in zip(heads, lines):
+        times.append([*head, *map(Cell, _ablation_times(line))])
+        samples = _test_samples(line.variant.runs[0])
+        accuracies.append([*head, *map(Cell, (samples, *_learned(line.variant)))])
+    anchor = f"table-ablations-{name}"
+    return [
+        table("Times of ablations", about, _ABLATION, times, anchor),
+        table(
+            "Accuracy and loss of ablations", about, _ABLATION_ACCURACY, accuracies,
+            f"{anchor}-accuracy",
+        ),
+    ]  # fmt: skip
+
+
+def _ablation_times(line: Ablation) -> list[str]:
+    variant = line.variant
+    imbalance = last_known(variant, "imbalance")
+    return [
+        seconds_text(spread(variant, epoch_seconds)),
+        _busy(balanced_busy(variant)),
+        _milliseconds(last_known(variant, "optimum")),
+        "" if imbalance is None else f"{imbalance:.3f}",
+        "reference" if line.is_base else _ratio(line.over_base, len(variant.runs)),
+        _ratio(line.over_sync, len(variant.runs)),
+    ]
 
 
 def runs_table(variants: Sequence[Variant]) -> Element:

@@ -167,7 +167,8 @@ def test_every_table_and_figure_is_there(page: Page) -> None:
     others = ("not-run-resnet50-0.1", "not-run-resnet50-0.2", "not-run-vgg16-0.02")
     expected = {f"table-{kind}-{name}" for name in ours + others for kind in ("times", "accuracy")}
     assert set(page.tables) == expected | {
-        "table-overview", "table-ablations-lenet-low", "table-runs",
+        "table-overview", "table-ablations-lenet-low", "table-ablations-lenet-low-accuracy",
+        "table-runs",
     }  # fmt: skip
     sets = ("lenet-low", "vgg16-low", "ablations-lenet-low", "ablations-lenet-gamma",
             "ablations-lenet-moving")  # fmt: skip
@@ -216,13 +217,13 @@ def test_own_numbers(runs: Path, page: Page) -> None:
         ]
         assert row["balanced busy time per worker (ms)"] == f"{busy[0]:.2f} / {busy[1]:.2f}"
         if name == "sync-sgd":
-            assert row["speed-up of training [95 %]"] == "reference" and row["T* (ms)"] == ""
+            assert row["speed-up of training [95\u00a0%]"] == "reference" and row["T* (ms)"] == ""
             continue
         logs = [
             over[-1]["train_seconds"] / under[-1]["train_seconds"]
             for over, under in zip(seeds["sync-sgd"], own)
         ]
-        speed_up, interval = row["speed-up of training [95 %]"].split("× ")
+        speed_up, interval = row["speed-up of training [95\u00a0%]"].split("× ")
         assert speed_up == f"{statistics.geometric_mean(logs):.2f}"
         assert interval.startswith("[") and "(n" not in interval
         assert row["T* (ms)"] == f"{1e3 * statistics.mean(r[-1]['optimum'] for r in own):.2f}"
@@ -281,6 +282,9 @@ def test_ablations_stand_under_their_base(page: Page) -> None:
     assert rows[1][8].endswith("×") and rows[1][9].endswith("×")
     # sync-sgd was not run under these delays, nor the base with these runs' seed.
     assert rows[3][9] == rows[4][9] == ""
+    learned = page.cells("table-ablations-lenet-low-accuracy")
+    assert [row[:4] for row in learned] == [row[:4] for row in rows]
+    assert "±" in learned[0][5] and not any("±" in cell for cell in learned[1])
 
 
 # --- which numbers belong together ------------------------------------------------------------
