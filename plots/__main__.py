@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from configs.errors import UserError
-from plots.report import write_report
+from plots.output import write_output
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,14 +30,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     try:
-        report = write_report(options.runs, options.out)
+        output = write_output(options.runs, options.out)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(report.text)
-    for note in report.notes:
+    print(output.text)
+    for note in output.notes:
         print(f"note: {note}", file=sys.stderr)
-    print(f"\n{len(report.files)} files in {options.out}")
+    print(f"\n{len(output.files)} files in {options.out}")
     return 0
 
 

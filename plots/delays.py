@@ -29,6 +29,30 @@ def delay_size(stragglers: Sequence[Mapping[str, Any]]) -> float:
     return sum(len(rule["ranks"]) * _amount(rule) for rule in stragglers)
 
 
+def is_steady(stragglers: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether all delays are neither random nor limited to some epochs."""
+    return all(
+        rule["kind"] in ("constant", "slowdown")
+        and not rule.get("first_epoch")
+        and rule.get("last_epoch") is None
+        for rule in stragglers
+    )
+
+
+def delay_seconds(
+    stragglers: Sequence[Mapping[str, Any]], calibrated: Sequence[Sequence[Mapping[str, Any]]]
+) -> float | None:
+    """The longest mean delay per step of any rule; None where no rule's is known in seconds."""
+    means = [
+        _amount(rule)
+        for rule in stragglers
+        if rule["kind"] != "slowdown"
+        and not (rule["kind"] == "constant" and rule.get("seconds") is None)
+    ]
+    measured = [entry["seconds"] for run in calibrated for entry in run]
+    return max([*means, *measured], default=None)
+
+
 def largest_ratio(calibrated: Sequence[Sequence[Mapping[str, Any]]]) -> float:
     """How many times longer a rule's delay of one rank is in one run than in another; 1 is equal.
 

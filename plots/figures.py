@@ -165,7 +165,7 @@ def _bar(axis: Axes, place: float, width: float, row: Row, factor: float, cue: C
     if spread.sd is not None:
         axis.errorbar(place, height, sd, color=style.DARK, capsize=3, linewidth=1)
     compared = row.label != BASELINE and row.speed_up is not None
-    text = (f"{row.speed_up:.2f}×" if compared else "") + ("" if row.finished else "*")
+    text = (f"{row.speed_up.value:.2f}×" if compared else "") + ("" if row.finished else "*")
     if text:
         axis.annotate(
             text, (place, height + sd), xytext=(0, 3),

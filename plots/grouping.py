@@ -65,9 +65,13 @@ class Variant:
 
 @dataclass(frozen=True)
 class Experiment:
-    """One config at one delay level; `slug` is unique and begins its figures' file names."""
+    """One config at one delay level; `slug` is unique and begins its figures' file names.
+
+    identity: JSON of [the config without what tells variants apart, number of workers].
+    """
 
     slug: str
+    identity: str
     model: str
     data: str
     delay: str
@@ -175,6 +179,7 @@ def _experiment(slug: str, runs: list[Run]) -> tuple[Experiment, list[str]]:
         )
     experiment = Experiment(
         slug=slug,
+        identity=_identity(first),
         model=setting(first, "model", "name"),
         data=setting(first, "data", "name"),
         delay=delay_level(stragglers, calibrated),

@@ -1,126 +1,260 @@
-"""All figures and the comparison summary of a set of runs, written into one folder."""
+"""One self-contained HTML page: own runs beside the authors' numbers and the simulator's.
+
+    python -m plots.report runs/paper --out report.html --predictions results/authors/authors.json
+
+reads all runs beneath the folders, and data/reference/ for what the paper's authors measured. The
+page needs no network and no script: its figures are inside.
+"""
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from xml.etree.ElementTree import Element
 
-import matplotlib
-from matplotlib.figure import Figure
+import yaml
 
 import recorder
 from configs.errors import UserError
-from plots import figures, style, summary, worker_figures
-from plots.grouping import Experiment, Variant, Workload, group, workloads
+from plots import output, style, tables
+from plots.comparison import Ablation, Comparison, comparisons, plain, split
+from plots.grouping import Experiment, count, group, workloads
+from plots.page import document, figure, node, notes
+from plots.reference import Authors, Predictions, read_authors, read_predictions
 from plots.style import Cue
 
-_Draw = Callable[[Experiment, Mapping[str, Cue]], Figure]
-_Needs = Callable[[Experiment], Sequence[Variant]]
+_TITLE = "Heterogeneous SGD: own runs beside the paper’s"
 
+# Caption of each figure, by the name that plots/output.py gives it; also its text for the blind.
+_CAPTIONS = {
+    "loss-accuracy-epochs": "Loss, top-1 and top-5 accuracy in training and on the test set over "
+    "the epochs.",
+    "loss-accuracy-time": "Test loss and top-1 accuracy over training time; the clock stands still "
+    "during evaluation.",
+    "busy-time-histograms": "How often each busy time per step occurs, by worker.",
+    "step-time-densities": "Densities of the busy time per worker and of the whole step.",
+    "phases": "Where each worker’s time in a step goes.",
+    "shares-busy-epochs": "Shares of the global batch, and busy times with T*, over the epochs.",
+}
+_TIMES_CAPTION = "Training time per epoch by delay level and algorithm."
 
-def _all_variants(experiment: Experiment) -> Sequence[Variant]:
-    return experiment.variants
-
-
-# End of the file name, the figure, the variants it can show, and what is missing without any.
-_FIGURES: tuple[tuple[str, _Draw, _Needs, str], ...] = (
-    ("loss-accuracy-epochs", figures.loss_accuracy_epochs, _all_variants, ""),
-    ("loss-accuracy-time", figures.loss_accuracy_time, _all_variants, ""),
-    (
-        "busy-time-histograms",
-        worker_figures.busy_histograms,
-        worker_figures.measured_variants,
-        "no step after the warm-up steps",
-    ),
-    (
-        "step-time-densities",
-        worker_figures.step_densities,
-        worker_figures.measured_variants,
-        "no step after the warm-up steps",
-    ),
-    ("phases", worker_figures.phases, _all_variants, ""),
-    (
-        "shares-busy-epochs",
-        worker_figures.shares_busy_epochs,
-        worker_figures.dynamic_variants,
-        "no algorithm with dynamic partitioning",
-    ),
+_READING = (
+    "A grey, empty cell was not run here, not recorded, or does not apply; nothing is left out for "
+    "being unknown. Sources: runs made here, the paper’s authors, the simulator.",
+    "± is one standard deviation (n − 1) over n seeds; with n = 1 there is none.",
+    "Speed-ups are over sync-sgd of the same source, geometric means of the ratios of runs with "
+    "the same seed. Brackets hold the 95 % interval of Student’s t on the logarithms of these "
+    "ratios, paired by seed (n − 1 degrees of freedom); with n = 1 there is no interval.",
+    "The authors’ interval is Welch’s, unpaired, from mean and standard deviation of their five "
+    "runs; a prediction has none. Predicted speed-ups are over sync-sgd as it is predicted for the "
+    "same machine state; predictions start from the authors’ sync-sgd runs, whose row is empty.",
+    "Training alone leaves evaluation and checkpoints out. The authors’ is their steps per epoch "
+    "times the seconds per batch of the slower worker; their run time includes evaluation.",
+    "Balanced busy times are by worker, in order of rank: medians of steps, averaged over the last "
+    "half of the epochs. The authors’ are means of the last 50 epochs and of forward, backward and "
+    "delay alone.",
+    "T* is the least step time that any split of the global batch could reach; it is known once "
+    "every worker has been seen at two batch sizes, so not for sync-sgd.",
+)
+_ACCURACY_READING = (
+    "Accuracies are top-1 on the test set, each sample once. The best epoch is picked by the same "
+    "test set, which flatters it: the final epoch’s number is the result.",
+)
+_PAPER_READING = (
+    "The authors report the accuracy of the last test batch only (multiples of 1/128), which is no "
+    "accuracy of the test set and so not shown. Published ones for these architectures on "
+    "CIFAR-10: ResNet50 93.6 to 95.7 %, VGG16 92.6 to 94.3 %.",
+    "Their replicas start from different weights and their edp-sgd divides the gradient by n once "
+    "more: times are not affected, losses are.",
+)
+_SLOW_STATE = (
+    "The authors’ sync-sgd run at 0.1 s on ResNet50 was made on a slower machine state (its "
+    "undelayed worker took 0.279 s a step, 0.220 s in every other run): their speed-up of 1.3 is "
+    "overstated, about 1.15 is left."
 )
 
 
 @dataclass(frozen=True)
-class Report:
-    """What was written: files, the tables as plain text, and notes on what is not shown."""
+class _Content:
+    """All that the page is made of."""
 
-    files: tuple[Path, ...]
-    text: str
-    notes: tuple[str, ...]
+    experiments: list[Experiment]
+    compared: list[Comparison]
+    ablations: dict[str, list[Ablation]]
+    authors: Authors
+    predictions: Predictions
+    cues: Mapping[str, Cue]
+    notes: list[str]
 
 
-def write_report(paths: Sequence[Path], out: Path) -> Report:
-    """Read all runs beneath `paths`, write figures (SVG, PNG), summary.md and summary.csv to `out`.
+def make_page(paths: Sequence[Path], predictions: Path | None = None) -> str:
+    """The page on all runs beneath `paths` as HTML text, the same for the same records.
 
-    Raises UserError when there are no runs, a record is damaged, or `out` cannot be written.
+    predictions: the record of `simulator.py authors --out`. Raises UserError when there are no
+    runs, or a record or file is damaged.
     """
+    authors = read_authors()
+    predicted = {} if predictions is None else read_predictions(predictions, authors)
     runs = [recorder.read_run(path) for path in recorder.find_runs(paths)]
-    experiments, notes = group(runs)
-    tables = workloads(experiments)
+    experiments, remarks = group(runs)
+    main, ablations = split(experiments)
+    for experiment in experiments:
+        remarks += output.missing_figures(experiment)
+    compared = comparisons(main, list(authors))
+    remarks += [
+        f"{title}: no seed is shared, speed-ups are unpaired with Welch’s interval"
+        for title in tables.unpaired(compared)
+    ]
+    content = _Content(
+        experiments, compared, ablations, authors, predicted, output.all_cues(experiments), remarks
+    )
+    return document(_TITLE, _sections(content))
+
+
+def _sections(content: _Content) -> Iterator[Element]:
+    yield node("h1", _TITLE)
+    yield node("p", _summary(content))
+    yield node("nav", _contents(content), aria_label="Contents")
+    yield node("h2", "Speed-ups at a glance", id="overview")
+    yield tables.overview_table(content.compared, content.authors, content.predictions)
+    main = [plain(one.own) for one in content.compared if one.own is not None]
+    for workload in workloads(main):
+        drawn = output.workload_figure(workload, content.cues)
+        text = f"{workload.title}. {_TIMES_CAPTION}"
+        yield figure(style.svg_bytes(drawn), text, f"figure-{workload.slug}-time-per-epoch")
+    yield node("h2", "How to read the tables", id="reading")
+    yield notes(_READING)
+    for comparison in content.compared:
+        yield from _comparison(comparison, content)
+    for experiment in content.experiments:
+        if experiment.slug in content.ablations:
+            yield from _ablations(experiment, content)
+    yield from _provenance(content)
+
+
+def _summary(content: _Content) -> str:
+    runs = sum(len(v.runs) for e in content.experiments for v in e.variants)
+    missing = [tables.title(one) for one in content.compared if one.own is None]
+    text = f"{count(runs, 'run')} of {count(len(content.experiments), 'experiment')}, beside "
+    text += "what the paper’s authors measured (arXiv 2110.08941)"
+    text += " and what the simulator predicts for them. " if content.predictions else ". "
+    if missing:
+        text += f"Not run here, so with empty cells: {'; '.join(missing)}."
+    return text
+
+
+def _contents(content: _Content) -> Element:
+    entries = [("overview", "Speed-ups at a glance"), ("reading", "How to read the tables")]
+    entries += [(_anchor(one), tables.title(one)) for one in content.compared]
+    entries += [
+        (f"ablations-{e.slug}", f"Ablations: {e.title}")
+        for e in content.experiments
+        if e.slug in content.ablations
+    ]
+    entries.append(("runs", "Runs and their configuration"))
+    return node("ul", *(node("li", node("a", text, href=f"#{name}")) for name, text in entries))
+
+
+def _comparison(comparison: Comparison, content: _Content) -> Iterator[Element]:
+    name = _anchor(comparison)
+    yield node("h2", tables.title(comparison), id=name)
+    yield tables.times_table(comparison, content.authors, content.predictions, name)
+    yield tables.accuracy_table(comparison, content.authors, name)
+    lines = [*_ACCURACY_READING] if comparison.own is not None else []
+    key = comparison.paper
+    if key is not None:
+        lines += _PAPER_READING
+        if (key.model, key.delay_seconds) == ("resnet50", 0.1):
+            lines.append(_SLOW_STATE)
+        if not content.predictions:
+            lines.append("The simulator’s rows are empty: no --predictions were given.")
+    yield notes(lines)
+    if comparison.own is not None:
+        shown = plain(comparison.own)
+        yield from _figures(shown, f"figure-{shown.slug}", content)
+
+
+def _ablations(experiment: Experiment, content: _Content) -> Iterator[Element]:
+    lines = content.ablations[experiment.slug]
+    yield node("h2", f"Ablations: {experiment.title}", id=f"ablations-{experiment.slug}")
+    yield from tables.ablation_tables(experiment.title, lines, experiment.slug)
+    yield notes(
+        [
+            "Each algorithm’s base run is followed by what differs from it; above 1, a variant’s "
+            "training takes less time than the base’s. Speed-ups over sync-sgd are under the same "
+            "delay, empty where sync-sgd was not run under it.",
+        ]
+    )
+    for other in content.experiments:
+        own = [line for line in lines if line.experiment is other]
+        if not all(line.is_base for line in own):
+            shown = replace(other, variants=tuple(line.variant for line in own))
+            yield node("h3", f"Figures of the ablations: {other.title}")
+            yield from _figures(shown, f"figure-ablations-{other.slug}", content)
+
+
+def _figures(experiment: Experiment, name: str, content: _Content) -> Iterator[Element]:
+    """Figures whose anchors begin with `name`."""
+    for kind, drawn in output.experiment_figures(experiment, content.cues):
+        text = f"{experiment.title}. {_CAPTIONS[kind]}"
+        yield figure(style.svg_bytes(drawn), text, f"{name}-{kind}")
+
+
+def _provenance(content: _Content) -> Iterator[Element]:
+    yield node("h2", "Runs and their configuration", id="runs")
+    if content.notes:
+        yield notes(content.notes)
+    yield tables.runs_table([v for e in content.experiments for v in e.variants])
+    for experiment in content.experiments:
+        run = experiment.variants[0].runs[0]
+        command = str(run.provenance.get("command") or "")
+        text = yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True)
+        yield node(
+            "details",
+            node("summary", f"Configuration of {run.path}"),
+            node("pre", f"# {command}\n{text}"),
+        )
+
+
+def _anchor(comparison: Comparison) -> str:
+    if comparison.own is not None:
+        return f"experiment-{comparison.own.slug}"
+    return f"not-run-{comparison.paper.model}-{comparison.paper.delay_seconds:g}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status: 0, or 1 after a one-line error on stderr."""
+    parser = argparse.ArgumentParser(
+        prog="python -m plots.report",
+        description="One self-contained HTML page: own runs beside the paper's and predictions.",
+        epilog="example: python -m plots.report runs/paper --out report.html",
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="folders that hold runs")
+    parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="page to write")
+    parser.add_argument(
+        "--predictions", type=Path, metavar="FILE", help="what simulator.py authors --out wrote"
+    )
+    options = parser.parse_args(arguments)
     try:
-        out.mkdir(parents=True, exist_ok=True)
+        write_page(make_page(options.runs, options.predictions), options.out)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(options.out)
+    return 0
+
+
+def write_page(text: str, path: Path) -> None:
+    """Raises UserError where the file cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"{out}: cannot make this folder ({error.strerror})") from error
-    cues = style.variant_cues(v.label for experiment in experiments for v in experiment.variants)
-    files = []
-    with matplotlib.rc_context(style.RC):
-        for experiment in experiments:
-            made, missing = _write_figures(experiment, cues, out)
-            files += made
-            notes += missing
-        for workload in tables:
-            files += style.save(
-                figures.time_per_epoch(workload, cues), out / f"{workload.slug}_time-per-epoch"
-            )
-    text, summary_files = _write_summary(tables, notes, out)
-    return Report((*files, *summary_files), text, tuple(notes))
+        raise UserError(f"{path}: cannot write the page ({error.strerror})") from error
 
 
-def _write_figures(
-    experiment: Experiment, cues: Mapping[str, Cue], out: Path
-) -> tuple[list[Path], list[str]]:
-    files, missing = [], []
-    for name, draw, shown, reason in _FIGURES:
-        if shown(experiment):
-            files += style.save(draw(experiment, cues), out / f"{experiment.slug}_{name}")
-        else:
-            missing.append(f"{experiment.slug}: no figure '{name}' ({reason})")
-    return files, missing
-
-
-def _write_summary(
-    tables: Iterable[Workload], notes: Sequence[str], out: Path
-) -> tuple[str, list[Path]]:
-    """summary.md and summary.csv; the same tables as plain text for the terminal."""
-    computed = [(workload, summary.rows(workload)) for workload in tables]
-    footnotes = summary.notes(row for _, table in computed for row in table)
-    text = [f"{workload.title}\n{summary.to_text(table)}" for workload, table in computed]
-    markdown = ["# Comparison"]
-    for workload, table in computed:
-        markdown += [f"## {workload.title}", summary.to_markdown(table)]
-    markdown += ["\n".join(f"- {line}" for line in _escaped([*footnotes, *notes]))]
-    contents = {
-        out / "summary.md": "\n\n".join(markdown) + "\n",
-        out / "summary.csv": summary.to_csv(computed),
-    }
-    for path, content in contents.items():
-        try:
-            path.write_text(content, encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"{path}: cannot write this file ({error.strerror})") from error
-    wrapped = [textwrap.fill(line, 100, subsequent_indent="  ") for line in footnotes]
-    return "\n\n".join([*text, "\n".join(wrapped)]), list(contents)
-
-
-def _escaped(lines: Iterable[str]) -> list[str]:
-    return [line.replace("*", "\\*") for line in lines]
+if __name__ == "__main__":
+    sys.exit(main())

@@ -7,6 +7,7 @@ and by line style or hatch.
 
 from __future__ import annotations
 
+import io
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -197,12 +198,20 @@ def _legend_width(columns: Sequence[Sequence[Artist]]) -> float:
     return RC["legend.fontsize"] * ems / POINTS_PER_INCH
 
 
+def svg_bytes(made: Figure) -> bytes:
+    """`made` as an SVG file's content, byte for byte the same at each call."""
+    content = io.BytesIO()
+    with matplotlib.rc_context(RC):
+        made.savefig(content, format="svg", metadata={"Date": None})
+    return content.getvalue()
+
+
 def save(made: Figure, stem: Path) -> list[Path]:
     """Write `made` as stem.svg and stem.png, byte for byte the same at each call; both paths."""
     svg, png = stem.with_name(stem.name + ".svg"), stem.with_name(stem.name + ".png")
     try:
         with matplotlib.rc_context(RC):
-            made.savefig(svg, format="svg", metadata={"Date": None})
+            svg.write_bytes(svg_bytes(made))
             # One layout for both files: it takes as long as drawing does.
             made.set_layout_engine("none")
             made.savefig(png, format="png", dpi=PNG_DPI)

@@ -9,15 +9,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from plots.estimates import Ratio, Spread, percent_text, ratio, seconds_text
 from plots.grouping import BASELINE, Experiment, Variant, Workload
 from plots.records import column, last_half, setting
+from recorder import Run
 
 UNKNOWN = "–"
 _NOTE_SPREAD = "± is one standard deviation (n − 1) over the seeds."
 _NOTE_COLUMNS = (
     "Training time per epoch is the whole training time divided by the epochs, without evaluation; "
     "the balanced epoch time is the median of the last half of the epochs; run time includes "
-    "evaluation. Speed-ups are ratios of mean times to sync-sgd at the same delay level. "
+    "evaluation. Speed-ups are over sync-sgd at the same delay level: geometric means of the "
+    "ratios of runs with the same seed. "
     "Imbalance is the slowest worker's busy time over T* in the last epoch. "
     "Accuracies are of the whole test set."
 )
@@ -25,19 +28,6 @@ _NOTE_UNFINISHED = (
     "* unfinished: fewer epochs are recorded than configured. Seeds written as “+ 1*” are left "
     "out, as others have finished; where none has, the row holds the epochs that all of them have."
 )
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Mean and sample standard deviation over n seeds; sd is None for one seed."""
-
-    mean: float
-    sd: float | None
-
-    @staticmethod
-    def of(values: Sequence[float]) -> Spread:
-        sd = float(np.std(values, ddof=1)) if len(values) > 1 else None
-        return Spread(float(np.mean(values)), sd)
 
 
 @dataclass(frozen=True)
@@ -54,9 +44,9 @@ class Row:
     epochs: int
     epochs_planned: int
     epoch_seconds: Spread
-    speed_up: float | None
+    speed_up: Ratio | None
     balanced_seconds: Spread
-    balanced_speed_up: float | None
+    balanced_speed_up: Ratio | None
     imbalance: float | None
     final_top1: Spread
     best_top1: Spread
@@ -72,16 +62,32 @@ def rows(workload: Workload) -> list[Row]:
     ]
 
 
-def epoch_seconds(variant: Variant) -> Spread:
+def epoch_seconds(run: Run) -> float:
     """Training time per epoch: the training clock at the end over the epochs recorded."""
-    return Spread.of([column(run, "train_seconds")[-1] / variant.epochs for run in variant.runs])
+    return float(column(run, "train_seconds")[-1]) / len(run.epochs)
 
 
-def balanced_seconds(variant: Variant) -> Spread:
+def balanced_seconds(run: Run) -> float:
     """Median training time of the last half of the epochs, when shares have settled."""
-    return Spread.of(
-        [float(np.median(last_half(column(run, "epoch_seconds")))) for run in variant.runs]
+    return float(np.median(last_half(column(run, "epoch_seconds"))))
+
+
+def total_seconds(run: Run) -> float:
+    """Run time with evaluation."""
+    return float(column(run, "total_seconds")[-1])
+
+
+def spread(variant: Variant, value: Callable[[Run], float]) -> Spread:
+    """`value` over the variant's seeds."""
+    return Spread.of([value(run) for run in variant.runs])
+
+
+def speed_up(variant: Variant, base: Variant, seconds: Callable[[Run], float]) -> Ratio:
+    """How many times less `seconds` the variant needs than the base, paired by seed."""
+    over, under = (
+        {setting(run, "seed"): seconds(run) for run in one.runs} for one in (base, variant)
     )
+    return ratio(over, under)
 
 
 def _experiment_rows(experiment: Experiment, delay: str) -> list[Row]:
@@ -90,8 +96,8 @@ def _experiment_rows(experiment: Experiment, delay: str) -> list[Row]:
 
 
 def _row(experiment: Experiment, delay: str, variant: Variant, baseline: Variant | None) -> Row:
-    def speed_up(seconds: Callable[[Variant], Spread]) -> float | None:
-        return seconds(baseline).mean / seconds(variant).mean if baseline else None
+    def over(seconds: Callable[[Run], float]) -> Ratio | None:
+        return speed_up(variant, baseline, seconds) if baseline else None
 
     top1 = [column(run, "test_top1") for run in variant.runs]
     imbalance = [column(run, "imbalance")[-1] for run in variant.runs]
@@ -106,14 +112,14 @@ def _row(experiment: Experiment, delay: str, variant: Variant, baseline: Variant
         finished=variant.finished,
         epochs=variant.epochs,
         epochs_planned=setting(variant.runs[0], "epochs"),
-        epoch_seconds=epoch_seconds(variant),
-        speed_up=speed_up(epoch_seconds),
-        balanced_seconds=balanced_seconds(variant),
-        balanced_speed_up=speed_up(balanced_seconds),
+        epoch_seconds=spread(variant, epoch_seconds),
+        speed_up=over(epoch_seconds),
+        balanced_seconds=spread(variant, balanced_seconds),
+        balanced_speed_up=over(balanced_seconds),
         imbalance=float(np.mean(known)) if known else None,
         final_top1=Spread.of([values[-1] for values in top1]),
         best_top1=Spread.of([np.max(values) for values in top1]),
-        run_seconds=Spread.of([column(run, "total_seconds")[-1] for run in variant.runs]),
+        run_seconds=spread(variant, total_seconds),
     )
 
 
@@ -123,14 +129,14 @@ _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("workers", lambda row: str(row.workers)),
     ("seeds", lambda row: f"{row.seeds} + {row.left_out}*" if row.left_out else str(row.seeds)),
     ("epochs", lambda row: _epochs(row)),
-    ("train s\nper epoch", lambda row: _seconds(row.epoch_seconds)),
-    ("speed-up", lambda row: _ratio(row.speed_up, 2, "×")),
-    ("balanced\nepoch s", lambda row: _seconds(row.balanced_seconds)),
-    ("balanced\nspeed-up", lambda row: _ratio(row.balanced_speed_up, 2, "×")),
-    ("imbalance", lambda row: _ratio(row.imbalance, 3, "")),
-    ("final test\ntop-1 %", lambda row: _percent(row.final_top1)),
-    ("best test\ntop-1 %", lambda row: _percent(row.best_top1)),
-    ("run s with\nevaluation", lambda row: _seconds(row.run_seconds)),
+    ("train s\nper epoch", lambda row: seconds_text(row.epoch_seconds)),
+    ("speed-up", lambda row: _times(row.speed_up)),
+    ("balanced\nepoch s", lambda row: seconds_text(row.balanced_seconds)),
+    ("balanced\nspeed-up", lambda row: _times(row.balanced_speed_up)),
+    ("imbalance", lambda row: _imbalance(row)),
+    ("final test\ntop-1 %", lambda row: percent_text(row.final_top1)),
+    ("best test\ntop-1 %", lambda row: percent_text(row.best_top1)),
+    ("run s with\nevaluation", lambda row: seconds_text(row.run_seconds)),
 )
 
 
@@ -138,22 +144,12 @@ def _epochs(row: Row) -> str:
     return str(row.epochs) if row.finished else f"{row.epochs}/{row.epochs_planned}*"
 
 
-def _seconds(spread: Spread) -> str:
-    decimals = 4 if spread.mean < 1 else 3 if spread.mean < 10 else 2 if spread.mean < 100 else 1
-    return _spread(spread, decimals)
+def _times(found: Ratio | None) -> str:
+    return UNKNOWN if found is None else f"{found.value:.2f}×"
 
 
-def _percent(spread: Spread) -> str:
-    return _spread(Spread(100 * spread.mean, None if spread.sd is None else 100 * spread.sd), 2)
-
-
-def _spread(spread: Spread, decimals: int) -> str:
-    text = f"{spread.mean:.{decimals}f}"
-    return text if spread.sd is None else f"{text} ± {spread.sd:.{decimals}f}"
-
-
-def _ratio(value: float | None, decimals: int, unit: str) -> str:
-    return UNKNOWN if value is None else f"{value:.{decimals}f}{unit}"
+def _imbalance(row: Row) -> str:
+    return UNKNOWN if row.imbalance is None else f"{row.imbalance:.3f}"
 
 
 def notes(table: Iterable[Row]) -> list[str]:
@@ -214,11 +210,15 @@ def to_csv(tables: Iterable[tuple[Workload, Sequence[Row]]]) -> str:
 
 
 def _flat(row: Row) -> dict[str, object]:
-    """The row's fields; a Spread becomes NAME_mean and NAME_sd."""
+    """The row's fields; a Spread becomes NAME_mean and NAME_sd, a Ratio NAME, NAME_low, _high."""
     record: dict[str, object] = {}
     for name, value in vars(row).items():
         if isinstance(value, Spread):
             record[f"{name}_mean"], record[f"{name}_sd"] = value.mean, value.sd
+        elif name.endswith("speed_up"):
+            low, high = (value and value.interval) or (None, None)
+            record[name] = value and value.value
+            record[f"{name}_low"], record[f"{name}_high"] = low, high
         else:
             record["algorithm" if name == "label" else name] = value
     return record

@@ -31,7 +31,7 @@ _CONFIG: dict[str, Any] = {
     "schedule": {"kind": "cosine"},
     "partition": {
         "policy": "proportional", "shares": None, "every": "epoch", "min_batch": 2,
-        "max_batch": None,
+        "max_batch": None, "min_gain": 0.01, "replay": None,
     },
     "gradient_weight": "share",
     "stragglers": [{"ranks": [1], "kind": "constant", "seconds": 0.05}],
@@ -124,7 +124,7 @@ def _simulate(
         busy, wait = _measure(slope * batches + fixed, steps, rng)
         seconds = float((busy + wait)[:, 0].sum())
         train, total = train + seconds, total + seconds + 0.4
-        dynamic = config["partition"]["policy"] == "proportional"
+        dynamic = config["partition"]["policy"] in ("proportional", "affine")
         known = number > 0 and dynamic
         epochs.append(
             {

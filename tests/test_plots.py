@@ -26,8 +26,8 @@ from plots import figures, style, summary, worker_figures
 from plots.__main__ import main
 from plots.delays import delay_level
 from plots.grouping import Experiment, group, workloads
+from plots.output import Output, write_output
 from plots.records import warm_steps
-from plots.report import Report, write_report
 
 ALGORITHMS = ("sync-sgd", "dp-sgd", "edp-sgd")
 HIGH = [{"ranks": [1], "kind": "constant", "seconds": 0.1}]
@@ -65,9 +65,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def report(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, Path]:
+def report(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Output, Path]:
     out = tmp_path_factory.mktemp("report")
-    return write_report([runs], out), out
+    return write_output([runs], out), out
 
 
 def experiments_of(root: Path) -> list[Experiment]:
@@ -86,7 +86,7 @@ def csv_rows(out: Path) -> dict[tuple[str, str], dict[str, str]]:
 # --- the report -------------------------------------------------------------------------------
 
 
-def test_every_figure_is_written_as_svg_and_png(report: tuple[Report, Path]) -> None:
+def test_every_figure_is_written_as_svg_and_png(report: tuple[Output, Path]) -> None:
     written, out = report
     stems = {f"{level}_{name}" for level in ("lenet-low", "lenet-high") for name in NAMES}
     stems.add("lenet-synthetic_time-per-epoch")
@@ -101,7 +101,7 @@ def test_every_figure_is_written_as_svg_and_png(report: tuple[Report, Path]) -> 
 
 
 def test_command_line_without_display_gives_the_same_bytes(
-    runs: Path, report: tuple[Report, Path], tmp_path: Path
+    runs: Path, report: tuple[Output, Path], tmp_path: Path
 ) -> None:
     environment = {k: v for k, v in os.environ.items() if k not in ("DISPLAY", "WAYLAND_DISPLAY")}
     environment.update(MPLBACKEND="TkAgg", PYTHONHASHSEED="1", PYTHONIOENCODING="utf-8")
@@ -117,7 +117,7 @@ def test_command_line_without_display_gives_the_same_bytes(
         assert (tmp_path / path.name).read_bytes() == path.read_bytes(), path.name
 
 
-def test_figures_leave_no_global_state(report: tuple[Report, Path]) -> None:
+def test_figures_leave_no_global_state(report: tuple[Output, Path]) -> None:
     pyplot = sys.modules.get("matplotlib.pyplot")
     assert pyplot is None or not pyplot.get_fignums()
     assert matplotlib.rcParams["svg.hashsalt"] is None
@@ -127,7 +127,7 @@ def test_figures_leave_no_global_state(report: tuple[Report, Path]) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_summary_numbers(runs: Path, report: tuple[Report, Path], algorithm: str) -> None:
+def test_summary_numbers(runs: Path, report: tuple[Output, Path], algorithm: str) -> None:
     seeds = [records(runs / "lenet-low" / algorithm / f"seed-{n}") for n in (42, 43, 44)]
     baseline = [records(runs / "lenet-low" / "sync-sgd" / f"seed-{n}") for n in (42, 43, 44)]
     row = csv_rows(report[1])["lenet-low", algorithm]
@@ -148,8 +148,9 @@ def test_summary_numbers(runs: Path, report: tuple[Report, Path], algorithm: str
     check("best_top1", [max(epoch["test_top1"] for epoch in run) for run in seeds])
     check("run_seconds", [run[-1]["total_seconds"] for run in seeds])
     for name, seconds in (("speed_up", per_epoch), ("balanced_speed_up", balanced)):
-        ratio = statistics.mean(map(seconds, baseline)) / statistics.mean(map(seconds, seeds))
-        assert float(row[name]) == pytest.approx(ratio)
+        ratios = [seconds(over) / seconds(under) for over, under in zip(baseline, seeds)]
+        assert float(row[name]) == pytest.approx(statistics.geometric_mean(ratios))
+        assert float(row[f"{name}_low"]) <= float(row[name]) <= float(row[f"{name}_high"])
     if algorithm == "sync-sgd":
         assert row["imbalance"] == ""
     else:
@@ -158,7 +159,7 @@ def test_summary_numbers(runs: Path, report: tuple[Report, Path], algorithm: str
     assert (row["workers"], row["seeds"], row["epochs"]) == ("2", "3", "12")
 
 
-def test_levels_share_a_table_and_variants_are_told_apart(report: tuple[Report, Path]) -> None:
+def test_levels_share_a_table_and_variants_are_told_apart(report: tuple[Output, Path]) -> None:
     written, out = report
     markdown = (out / "summary.md").read_text(encoding="utf-8")
     assert markdown.count("\n## ") == 1 and "\n## lenet on synthetic\n" in markdown
@@ -169,7 +170,7 @@ def test_levels_share_a_table_and_variants_are_told_apart(report: tuple[Report, 
     assert low < high
 
 
-def test_spread_is_shown_for_several_seeds_alone(report: tuple[Report, Path]) -> None:
+def test_spread_is_shown_for_several_seeds_alone(report: tuple[Output, Path]) -> None:
     lines = report[0].text.splitlines()
     several = [line for line in lines if line.startswith(ALGORITHMS) and " 3 " in line[:45]]
     single = [line for line in lines if line.startswith(ALGORITHMS) and line not in several]
@@ -177,7 +178,7 @@ def test_spread_is_shown_for_several_seeds_alone(report: tuple[Report, Path]) ->
     assert len(single) == 4 and not any("±" in line for line in single)
 
 
-def test_plain_text_is_aligned(report: tuple[Report, Path]) -> None:
+def test_plain_text_is_aligned(report: tuple[Output, Path]) -> None:
     table = report[0].text.split("\n\n")[0].splitlines()[1:]
     assert len({len(line) for line in table if not line.endswith(":")}) == 1
 
@@ -336,7 +337,7 @@ def test_nothing_is_cut_off_or_overlaps(tmp_path: Path, workers: int) -> None:
 
 def test_one_run_of_one_epoch_without_warm_steps(tmp_path: Path) -> None:
     write_run(tmp_path / "runs", epochs=1, steps=3, workers=1, stragglers=[])
-    report = write_report([tmp_path / "runs"], tmp_path / "out")
+    report = write_output([tmp_path / "runs"], tmp_path / "out")
     assert len(report.notes) == 2 and all("warm-up" in note for note in report.notes)
     assert len(report.files) == 2 * (len(NAMES) - 2 + 1) + 2
     assert "–" in report.text and "±" not in report.text
