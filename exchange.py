@@ -2,8 +2,8 @@
 
 The sum is made by DistributedDataParallel, overlapped with the backward pass (`ddp`), or by one
 all-reduce of one flat buffer after it (`flat`). A worker whose device runs out of memory finishes
-its part alone in micro-batches, with the same gradient to rounding, while the others wait; it asks
-for a smaller batch from the next rebalance on.
+its part alone in micro-batches, while the others wait, and asks for a smaller batch from the next
+rebalance on. The gradient is the same to rounding; BatchNorm normalises by micro-batch then.
 """
 
 from __future__ import annotations
@@ -28,27 +28,19 @@ class Exchange(ABC):
     """Makes gradients that are, on all workers, the weighted sum of the workers' mean gradients.
 
     module: on its device, its weights as they were built; rank 0's are given to all. forward: the
-    loss; remember: called with a lower cap when memory did not suffice and the run has to end.
+    loss.
     """
 
     model: nn.Module
     """What the forward pass calls."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        balancer: Balancer,
-        forward: Forward,
-        remember: Callable[[int], None],
-    ) -> None:
-        self._module, self._balancer = module, balancer
-        self._forward, self._remember = forward, remember
+    def __init__(self, module: nn.Module, balancer: Balancer, forward: Forward) -> None:
+        self._module, self._balancer, self._forward = module, balancer, forward
 
     def learn(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Leaves the summed gradient in the module; returns outputs [b, classes] and mean loss.
 
-        Raises UserError where the device's memory does not suffice and part of the gradient may
-        have been sent already.
+        Raises UserError where the device's memory does not even hold one sample.
         """
         parts = -(-len(images) // max(1, self._balancer.cap))
         while True:
@@ -66,10 +58,6 @@ class Exchange(ABC):
     def _finish(self) -> None:
         """Makes the sum after the backward pass, where it is not made during it."""
 
-    def _may_repeat(self) -> bool:
-        """Whether a step that was broken off can be done again: no gradient has left."""
-        return True
-
     def _learn_in(self, parts: int, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         if parts > 1:
             return self._learn_in_parts(parts, images, labels)
@@ -80,10 +68,7 @@ class Exchange(ABC):
         return outputs.detach(), loss.detach()
 
     def _learn_in_parts(self, parts: int, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """The same gradient from micro-batches, made apart from the exchange and then handed over.
-
-        Under DDP a backward pass that had been begun could not be done again.
-        """
+        """The same gradient from micro-batches, made apart from the exchange and then handed over."""
         parameters = [p for p in self._module.parameters() if p.requires_grad]
         gradients = [torch.zeros_like(parameter) for parameter in parameters]
         outputs, total = [], torch.zeros((), device=images.device, dtype=torch.float64)
@@ -98,16 +83,12 @@ class Exchange(ABC):
         return torch.cat(outputs), total
 
     def _more_parts(self, samples: int, parts: int, reason: str) -> int:
-        cap = max(1, int(_CAP * -(-samples // parts)))
-        if not self._may_repeat() or parts >= samples:
-            self._remember(cap)
+        if parts >= samples:
             raise UserError(
-                f"out of memory with {samples} samples at step {self._balancer.next_step}, and "
-                f"this step cannot be repeated ({reason}): start again to continue with at most "
-                f"{cap} on this rank, or set partition.max_batch"
+                f"out of memory with a single sample at step {self._balancer.next_step} ({reason}): "
+                "take a smaller model or image, or leave this rank out"
             )
-        self._balancer.announce_cap(cap)
-        self._module.zero_grad()
+        self._balancer.announce_cap(max(1, int(_CAP * -(-samples // parts))))
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         return min(2 * parts, samples)
@@ -116,30 +97,30 @@ class Exchange(ABC):
 class DdpExchange(Exchange):
     """By DistributedDataParallel: each bucket of gradients leaves as soon as it is ready."""
 
-    def __init__(self, module: nn.Module, balancer: Balancer, *arguments: Callable) -> None:
-        super().__init__(module, balancer, *arguments)
+    def __init__(self, module: nn.Module, balancer: Balancer, forward: Forward) -> None:
+        super().__init__(module, balancer, forward)
         self.model = wrap(module)
         balancer.attach(self.model)
 
     def _hand_over(self, gradients: Sequence[Tensor], image: Tensor) -> None:
-        # A forward pass makes DDP ready to send. In evaluation mode it leaves no other trace.
-        self._module.eval()
-        self.model(image)
-        self._module.train()
         parameters = [p for p in self._module.parameters() if p.requires_grad]
+        # A backward pass that broke off cannot be begun again, but it can be finished: the
+        # gradients it had made are whole, DDP has counted them, and buckets may have left.
+        missing = [pair for pair in zip(parameters, gradients) if pair[0].grad is None]
+        if len(missing) == len(parameters):
+            # A forward pass makes DDP ready to send. In evaluation mode it leaves no other trace.
+            self._module.eval()
+            self.model(image)
+            self._module.train()
         # The gradient of this sum is `gradients`: DDP's hooks see them come, bucket by bucket.
-        torch.autograd.backward(parameters, gradients)
-
-    def _may_repeat(self) -> bool:
-        # DDP counts gradients as they come; a count that has begun cannot be taken back.
-        return all(parameter.grad is None for parameter in self._module.parameters())
+        torch.autograd.backward(*zip(*missing))
 
 
 class FlatExchange(Exchange):
     """By one all-reduce of all gradients after the backward pass."""
 
-    def __init__(self, module: nn.Module, balancer: Balancer, *arguments: Callable) -> None:
-        super().__init__(module, balancer, *arguments)
+    def __init__(self, module: nn.Module, balancer: Balancer, forward: Forward) -> None:
+        super().__init__(module, balancer, forward)
         broadcast_state(module)
         self.model = module
 

@@ -406,19 +406,6 @@ def batch_sizes_by_epoch(path: Path | str) -> list[list[list[int]]]:
     return [steps["batch_sizes"][steps["epoch"] == epoch].tolist() for epoch in epochs]
 
 
-def remember_cap(path: Path, rank: int, cap: int) -> None:
-    """Keeps, for a continued run, that `rank` has no memory for more than `cap` samples a step."""
-    path.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"max_batch": cap})
-    _write(path / f"cap-{rank}.json", lambda file: file.write(text.encode()))
-
-
-def remembered_cap(path: Path, rank: int) -> int | None:
-    """What `remember_cap` kept, or None."""
-    file = path / f"cap-{rank}.json"
-    return _read_json(file)["max_batch"] if file.exists() else None
-
-
 def find_runs(paths: Iterable[Path | str]) -> list[Path]:
     """All run folders at or beneath `paths` that have records, sorted. Raises UserError if none."""
     paths = [Path(path) for path in paths]

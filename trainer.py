@@ -47,8 +47,6 @@ from recorder import (
     epoch_record,
     load_state,
     provenance,
-    remember_cap,
-    remembered_cap,
     step_arrays,
 )
 from schedule import learning_rate
@@ -82,15 +80,12 @@ class Trainer:
         config: Config,
         workers: Workers,
         data: Data,
-        remember_cap: Callable[[int], None],
         replay: Mapping[int, np.ndarray] | None = None,
     ) -> None:
         self.config, self.workers, self.clocks = config, workers, Clocks()
         self.balancer = build_balancer(config, len(data.train), workers, workers.device, replay)
         self.module = build_module(config, len(data.classes), data.image_size).to(workers.device)
-        self.exchange = EXCHANGES[config.exchange](
-            self.module, self.balancer, self._forward, remember_cap
-        )
+        self.exchange = EXCHANGES[config.exchange](self.module, self.balancer, self._forward)
         self.optimizer = build_optimizer(config, self.module)
         pipeline = partial(
             make_pipeline,
@@ -109,14 +104,8 @@ class Trainer:
 
     # --- start and resume ---
 
-    def start(self, checkpoint: Mapping[str, Any] | None, cap: int | None) -> None:
-        """Rehearses, then sets the state: as built, or as the checkpoint has it.
-
-        cap: the most samples a step that this worker is known to have memory for.
-        """
-        if cap is not None:
-            self.balancer.announce_cap(cap)
-        self.balancer.agree_on_caps()
+    def start(self, checkpoint: Mapping[str, Any] | None) -> None:
+        """Rehearses, then sets the state: as built, or as the checkpoint has it."""
         rules = self.config.stragglers
         calibrates = checkpoint is None and must_measure(rules)
         busy = self._rehearse(CALIBRATION_STEPS if calibrates else 0)
@@ -262,13 +251,12 @@ def train(launch: Launch, workers: Workers) -> None:
     prepared = workers.once_per_node(partial(prepare, config.data))
     data = open_data(config.data, config.seed, prepared)
     check_steps(config, len(data.train), workers.size)
-    remember = partial(remember_cap, folder.path, workers.rank)
-    trainer = Trainer(config, workers, data, remember, _replay(config, workers))
+    trainer = Trainer(config, workers, data, _replay(config, workers))
     checkpoint = None
     if continued:
         content = workers.broadcast_bytes(folder.checkpoint_bytes())
         checkpoint = load_state(content, folder.path, workers.device)
-    trainer.start(checkpoint, remembered_cap(folder.path, workers.rank))
+    trainer.start(checkpoint)
     workers.once(lambda: folder.replace(config))
     folder.records = workers.once(lambda: folder.keep_epochs(trainer.next_epoch))
     facts = _facts(trainer, data)

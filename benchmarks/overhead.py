@@ -196,7 +196,7 @@ class Ours:
         images = ArrayImages(pixels, np.zeros(len(pixels), np.int64))
         classes, ones = tuple(map(str, range(CLASSES))), (1.0, 1.0, 1.0)
         data = Data(images, images, classes, ones, ones, SIDE)
-        self._trainer = Trainer(config, workers, data, remember_cap=lambda cap: None)
+        self._trainer = Trainer(config, workers, data)
         self._metrics = Metrics(workers.device)
         self._steps = self._trainer.balancer.steps(self._drawn(batches), 0)
 

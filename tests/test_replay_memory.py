@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 
 import numpy as np
 import pytest
 import torch
-from processes import run_trainer
-from training import launch, run_path, train
+from processes import run_trainer, run_workers, values
+from torch import nn
+from training import launch, train
+
+from balancer import Balancer
+from cluster import join
+from exchange import DdpExchange
+
+CPU = torch.device("cpu")
 
 SLOW = [{"ranks": [1], "kind": "constant", "seconds": 0.03}]
 LENET = {"precision": "fp64", "epochs": 2}
@@ -70,7 +76,7 @@ def _raise(gradient: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("exchange", ["ddp", "flat"])
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("where", ["forward", "backward", "late"])
 def test_the_worker_finishes_its_part_in_micro_batches_and_gets_less_from_then_on(
     tmp_path, exchange, where
 ):
@@ -85,14 +91,49 @@ def test_the_worker_finishes_its_part_in_micro_batches_and_gets_less_from_then_o
     assert sizes[0] == 14 and max(sizes[1:]) <= 12
 
 
-def test_where_gradients_may_have_left_the_run_ends_and_goes_on_with_a_lower_cap(tmp_path):
-    arguments = {**LENET, "exchange": "ddp", "partition__policy": "equal"}
-    outcomes = launch(
-        tmp_path, 2, target=out_of_memory, before=("1", "late", 13), **arguments
-    )
-    assert outcomes[1].code == 2 and "cannot be repeated" in outcomes[1].output
+def train_with_buckets_sent(rank: int) -> tuple[list[int], list[float]]:
+    """Three steps; in the second, memory of worker `rank` does not suffice for the last gradient.
+
+    Returns how many buckets had left by then, and the final weights.
+    """
+    with join("gloo", "cpu", 1, 30.0) as workers:
+        # Gradients of 8 MB; DDP's first bucket holds one of them.
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(1000, 1000), nn.Tanh(), nn.Linear(1000, 1000)).double()
+        inputs = torch.randn(24, 1000, dtype=torch.float64)
+        balancer = Balancer(24, 8, "static", [1.0] * (workers.size - 1) + [2.0], device=CPU)
+
+        def forward(module, images, labels):
+            outputs = module(images)
+            return outputs, (outputs - labels).pow(2).mean()
+
+        exchange = DdpExchange(model, balancer, forward)
+        optimizer, sent = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for index in balancer.steps(balancer.sampler, 0):
+            if balancer.next_step == 1 and workers.rank == rank:
+
+                def fail(gradient):
+                    hook.remove()
+                    sent.append(balancer.buckets_sent)
+                    raise torch.OutOfMemoryError("simulated")
+
+                hook = model[0].weight.register_hook(fail)
+            exchange.learn(inputs[index], inputs[index].roll(1, 0))
+            optimizer.step()
+            optimizer.zero_grad()
+        weights = torch.cat([p.detach().flatten()[::97] for p in model.parameters()])
+        return sent, weights.tolist()
+
+
+def test_a_backward_pass_whose_first_buckets_have_left_is_finished_too(tmp_path):
+    undisturbed = values(run_workers(tmp_path / "a", 2, train_with_buckets_sent, -1))
+    disturbed = values(run_workers(tmp_path / "b", 2, train_with_buckets_sent, 1))
+    assert disturbed[1][0] == [1] and disturbed[0][0] == []
+    for (_, weights), (_, expected) in zip(disturbed, undisturbed):
+        assert np.abs(np.array(weights) - expected).max() < 1e-12
+
+
+def test_a_sample_that_does_not_fit_alone_ends_the_run(tmp_path):
+    outcomes = launch(tmp_path, 2, target=out_of_memory, before=("1", "forward", 0), **LENET)
+    assert outcomes[1].code == 2 and "a single sample" in outcomes[1].output
     assert outcomes[0].code != 0
-    cap = json.loads((run_path(tmp_path) / "cap-1.json").read_text())["max_batch"]
-    assert cap == 14
-    run = train(tmp_path, 2, **arguments)
-    assert all(epoch["batch_sizes"][1] <= cap for epoch in run.epochs)
