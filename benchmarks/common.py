@@ -26,9 +26,12 @@ from recorder import provenance
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def arguments(description: str) -> argparse.Namespace:
-    """The command line of every benchmark: `out` (a path or None), `check` and `quick` (bools)."""
-    parser = argparse.ArgumentParser(description=description)
+def arguments(description: str, *own: argparse.ArgumentParser) -> argparse.Namespace:
+    """The command line of every benchmark: `out` (a path or None), `check` and `quick` (bools).
+
+    own: parsers of a benchmark's own options, without help.
+    """
+    parser = argparse.ArgumentParser(description=description, parents=own)
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results here (JSON)")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a target is missed")
     parser.add_argument("--quick", action="store_true", help="fewer and shorter measurements")

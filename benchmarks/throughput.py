@@ -1,7 +1,7 @@
-"""Training speed by precision, memory format and input pipeline; also: --data FOLDER_OR_ARCHIVE.
+"""Training speed by precision, memory format and input pipeline.
 
     python benchmarks/throughput.py --check --out results/throughput.json
-    python benchmarks/throughput.py --data data/cifar10-jpeg.tar.gz
+    python benchmarks/throughput.py --model lenet --data data/cifar10-jpeg.tar.gz
 
 Whole runs of trainer.py on two workers (gloo, one thread each), B = 256, equal shares, no delay; on
 made-up images, or on those of a folder or archive that data.name=image_folder takes. Beside them,
@@ -87,6 +87,8 @@ QUICK_WORKS = {
 def main() -> int:
     options = _options()
     works = QUICK_WORKS if options.quick else WORKS
+    if options.model is not None:
+        works = {options.model: works[options.model]}
     models, pipelines, misses = [], [], []
     for model, work in works.items():
         runs = [_train(model, work, *kind, options.data) for kind in work.formats]
@@ -107,11 +109,14 @@ def main() -> int:
 
 
 def _options() -> argparse.Namespace:
-    """The options of every benchmark, and `data`: a path or None."""
+    """The options of every benchmark; `data`: a path or None; `model`: the only one, or None."""
     own = argparse.ArgumentParser(add_help=False)
-    own.add_argument("--data")
-    chosen, sys.argv[1:] = own.parse_known_args()
-    return argparse.Namespace(**vars(arguments(__doc__.partition("\n")[0])), **vars(chosen))
+    own.add_argument("--data", help="a folder or archive of images instead of made-up ones")
+    own.add_argument("--model", choices=list(WORKS), help="this one alone")
+    options = arguments(__doc__.partition("\n")[0], own)
+    if options.quick and options.model not in (None, *QUICK_WORKS):
+        own.error(f"--quick goes with {' and '.join(QUICK_WORKS)}, not with {options.model}")
+    return options
 
 
 # --- runs of the trainer ----------------------------------------------------------------------
