@@ -23,7 +23,7 @@ from experiments import launcher
 from experiments.calibration import FILE
 from experiments.grid import read_experiment
 from experiments.launcher import ENDING, TORCHRUN_OPTIONS, Launcher
-from recorder import is_finished
+from recorder import count_epochs, is_finished
 
 ROOT = Path(__file__).resolve().parent.parent
 FAKE = f"{sys.executable} {ROOT / 'tests' / 'fake_launcher.py'}"
@@ -374,6 +374,11 @@ def still_running(mark: str) -> list[str]:
     return found
 
 
+def hear_ctrl_c() -> None:
+    """The tests themselves may run where it is ignored, as a shell's background job."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_ctrl_c_ends_all_processes_and_the_same_command_finishes_the_set(tmp_path, monkeypatch):
     base = short_config(epochs=15, data__train_samples=320, precision="fp32")
     (tmp_path / "base.yaml").write_text(yaml.safe_dump(base))
@@ -386,11 +391,14 @@ def test_ctrl_c_ends_all_processes_and_the_same_command_finishes_the_set(tmp_pat
     output = tmp_path / "out"
     command = [sys.executable, str(ROOT / "reproduce.py"), str(tmp_path / "set.yaml")]
     command += ["--output", str(output)]
-    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, preexec_fn=hear_ctrl_c
+    )
     epochs = output / "short-half" / "dp-sgd" / "seed-42" / "epochs.jsonl"
     try:
         deadline = time.monotonic() + 60
-        while not epochs.exists() and process.poll() is None and time.monotonic() < deadline:
+        while count_epochs(epochs.parent) == 0 and time.monotonic() < deadline:
+            assert process.poll() is None
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
