@@ -28,12 +28,12 @@ class Console:
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()
 
-    def start(self, epochs: int, done_epochs: int, steps_per_epoch: int) -> None:
+    def start(self, steps: int, done: int) -> None:
         """Shows a bar with the time left, where the error output is a terminal."""
         if self._active and sys.stderr.isatty():
             self._bar = tqdm(
-                total=epochs * steps_per_epoch,
-                initial=done_epochs * steps_per_epoch,
+                total=steps,
+                initial=done,
                 unit="step",
                 leave=False,
                 dynamic_ncols=True,

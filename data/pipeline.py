@@ -251,5 +251,7 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _ignore_interrupts(worker: int) -> None:
-    """Ctrl-C reaches the whole process group, but ending is for the training process to decide."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Ctrl-C and a scheduler's signals reach these processes too, but it is for the training
+    process to decide when they end."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
