@@ -248,7 +248,8 @@ class EpochPlan:
         """(step, batch sizes) at the first step and wherever the plan changes after it."""
         moved = (self.batch_sizes[1:] != self.batch_sizes[:-1]).any(1)
         steps = [0, *(np.flatnonzero(moved) + 1).tolist()]
-        return [(step, [size for size in self.batch_sizes[step].tolist() if size]) for step in steps]
+        present = [[size for size in self.batch_sizes[step].tolist() if size] for step in steps]
+        return list(zip(steps, present))
 
 
 class ShardSampler(Sampler):

@@ -7,7 +7,7 @@ numbers, texts, lists and tensors that loads with `weights_only=True`, on any de
     config, config_hash       the run's resolved configuration, and its SHA-256
     world_size                number of workers
     next_epoch, epoch_began   the epoch to go on with; the training clock at its start
-    trained                   of an epoch that lacks its evaluation alone: its record and step arrays
+    trained                   of an epoch that lacks its evaluation alone: record and step arrays
     model, optimizer          state_dicts, names as in the model alone, not as in a wrapper
     balancer                  shares, time model, the epoch's plan, its next step, plans to come
     calibrated, clocks        measured delays; seconds of training and of everything
