@@ -168,6 +168,8 @@ class RunFolder:
         (self.path / LOCK).unlink(missing_ok=True)
 
     def _continues(self, config: Config, workers: int, resume: str) -> bool:
+        if (self.path / FINAL).exists():
+            checkpoint.drop(self.path)  # killed between the two
         if is_finished(self.path):
             raise UserError(f"{self.path} holds a finished run: --overwrite to do it again")
         begun = checkpoint.exists(self.path)

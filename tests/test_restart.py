@@ -1,0 +1,99 @@
+"""torchrun: restarts after a kill, and a launcher that is asked to end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+from test_resume import LENET, READ_AHEAD, check_equal
+from training import read, run_path, short_config, train
+
+from experiments.launcher import end
+
+TESTS = Path(__file__).resolve().parent
+
+
+def torchrun(folder: Path, *options: str, fates: Any, **changes: Any) -> subprocess.Popen:
+    """torchrun with two mortal workers, in a session of its own."""
+    folder.mkdir(exist_ok=True)
+    config = folder / "config.yaml"
+    config.write_text(yaml.safe_dump(short_config(**changes)))
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+        *(*options, str(TESTS / "mortal.py"), "--config", str(config)),
+        *("--output", str(folder / "runs")),
+    ]
+    with open(folder / "log", "w") as log:
+        return subprocess.Popen(
+            command,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "FATES": json.dumps(fates)},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def left_over(folder: Path) -> list[str]:
+    """Command lines of processes that name the folder."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = file.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if str(folder) in line:
+            found.append(line)
+    return found
+
+
+OPTIONS = {**LENET, **READ_AHEAD, "epochs": 3, "checkpoint__every": 3}
+
+
+def test_killed_workers_are_restarted_and_the_run_goes_on_by_itself(tmp_path):
+    """Worker 1 in the first epoch's last step, then worker 0, which holds the folder's lock."""
+    fates = {"0": [1, 2 + 4], "1": [0, 2 + 3]}
+    process = torchrun(
+        tmp_path / "killed", "--max-restarts=3", "--monitor-interval=0.1", fates=fates, **OPTIONS
+    )
+    try:
+        assert process.wait(120) == 0, (tmp_path / "killed" / "log").read_text()[-3000:]
+    finally:
+        end(process)
+    continued = read(tmp_path / "killed")
+    check_equal(continued, train(tmp_path / "undisturbed", 2, **OPTIONS))
+    # Each of the two restarts went on from a checkpoint.
+    assert len(continued.provenance["continued"]) == 2
+    assert {file.name for file in continued.path.iterdir()} == {
+        "config.yaml", "provenance.json", "epochs.jsonl", "steps.npz", "final.pt"
+    }  # fmt: skip
+    assert left_over(tmp_path) == []
+
+
+def test_a_launcher_that_is_asked_to_end_leaves_a_run_to_go_on_with(tmp_path):
+    options = {**OPTIONS, "epochs": 400}
+    folder = tmp_path / "ended"
+    process = torchrun(folder, fates={}, **options)
+    try:
+        deadline = time.monotonic() + 90
+        while not list(folder.rglob("checkpoint.pt")) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+    finally:
+        end(process)
+    path = run_path(folder)
+    marker = json.loads((path / "preempted").read_text())
+    assert marker["signal"] == "SIGTERM" and left_over(tmp_path) == []
+    assert not (path / "final.pt").exists() and "Traceback" not in _workers_words(folder)
+
+
+def _workers_words(folder: Path) -> str:
+    """What the workers have said; torchrun itself tells of its signal in a traceback."""
+    return (folder / "log").read_text().partition("closing signal SIGTERM")[0]
