@@ -492,5 +492,3 @@ def _text(path: Path) -> str:
 
 def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
-
-

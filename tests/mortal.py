@@ -1,6 +1,6 @@
 """trainer.py whose workers meet a fate: started by torchrun in the tests of restarts.
 
-The environment's FATES is JSON: by restart count, a rank and the number of the step that it dies in.
+The environment's FATES is JSON: by restart count, a rank, and which of its steps it dies in.
 """
 
 from __future__ import annotations
