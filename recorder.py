@@ -295,10 +295,10 @@ def epoch_record(
         "left_out": plan.left_out,
         "shares": (sizes / sizes.sum()).tolist(),
         "batch_sizes": sizes.tolist(),
-        "busy": _spread(busy) | {"typical": typical_busy.tolist()},
+        "busy": _spread(busy) | {"typical": _listed(typical_busy)},
         "wait": _spread(phases["wait"][clean]),
         "phases": {
-            name: seconds[clean].mean(0).tolist()
+            name: _listed(seconds[clean].mean(0))
             for name, seconds in phases.items()
             if name != "busy"
         },
@@ -330,15 +330,20 @@ def step_arrays(plan: EpochPlan, phases: Mapping[str, np.ndarray]) -> dict[str, 
     }
 
 
-def _spread(seconds: np.ndarray) -> dict[str, list[float]]:
+def _spread(seconds: np.ndarray) -> dict[str, list[float | None]]:
     """Mean, median and 5th and 95th percentile over steps of [steps, n]."""
     p5, median, p95 = np.percentile(seconds, (5, 50, 95), axis=0)
     return {
-        "mean": seconds.mean(0).tolist(),
-        "median": median.tolist(),
-        "p5": p5.tolist(),
-        "p95": p95.tolist(),
+        "mean": _listed(seconds.mean(0)),
+        "median": _listed(median),
+        "p5": _listed(p5),
+        "p95": _listed(p95),
     }
+
+
+def _listed(seconds: np.ndarray) -> list[float | None]:
+    """As a list, with None for a worker that saw none of these steps."""
+    return [None if np.isnan(value) else value for value in seconds.tolist()]
 
 
 # --- reading ----------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ def restore_part(
     if len(parts) == size:
         buffers = parts[rank]["buffers"]
     else:
-        buffers = _mean([part["buffers"] for part in parts], handled)
+        buffers = _mean([part["buffers"] for part in parts], handled[: len(parts)])
     with torch.no_grad():
         for name, buffer in module.named_buffers():
             buffer.copy_(buffers[name])
