@@ -97,7 +97,8 @@ def summary(records: Sequence[Mapping[str, Any]], devices: Sequence[str]) -> str
         [str(rank), device, str(last["batch_sizes"][rank]), f"{last['shares'][rank]:.3f}"]
         + [_milliseconds(last["busy"]["mean"][rank], 2)]
         + [_milliseconds(last["phases"][phase][rank], 2) for phase in _PHASES]
-        for rank, device in enumerate(devices)
+        # Those of the last epoch, if the run's end has seen another number of workers.
+        for rank, device in enumerate(devices[: len(last["shares"])])
     ]
     best = max(record["test_top1"] for record in records)
     lines = [f"last epoch, milliseconds per step{_optimum(last)}", *table([head, *rows])]
