@@ -12,25 +12,28 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from test_launch import free_port
 from test_resume import LENET, READ_AHEAD, check_equal
 from training import read, run_path, short_config, train
 
-from experiments.launcher import end
+from experiments.launcher import _descendants, end
 
 TESTS = Path(__file__).resolve().parent
 
 
+ALONE = ("--standalone", "--nproc-per-node=2")
+
+
 def torchrun(folder: Path, *options: str, fates: Any, **changes: Any) -> subprocess.Popen:
-    """torchrun with two mortal workers, in a session of its own."""
+    """torchrun with mortal workers, in a session of its own."""
     folder.mkdir(exist_ok=True)
     config = folder / "config.yaml"
     config.write_text(yaml.safe_dump(short_config(**changes)))
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
-        *(*options, str(TESTS / "mortal.py"), "--config", str(config)),
-        *("--output", str(folder / "runs")),
+        *(sys.executable, "-m", "torch.distributed.run", "--monitor-interval=0.1", *options),
+        *(str(TESTS / "mortal.py"), "--config", str(config), "--output", str(folder / "runs")),
     ]
-    with open(folder / "log", "w") as log:
+    with open(folder / "log", "a") as log:
         return subprocess.Popen(
             command,
             env={**os.environ, "OMP_NUM_THREADS": "1", "FATES": json.dumps(fates)},
@@ -59,9 +62,7 @@ OPTIONS = {**LENET, **READ_AHEAD, "epochs": 3, "checkpoint__every": 3}
 def test_killed_workers_are_restarted_and_the_run_goes_on_by_itself(tmp_path):
     """Worker 1 in the first epoch's last step, then worker 0, which holds the folder's lock."""
     fates = {"0": [1, 2 + 4], "1": [0, 2 + 3]}
-    process = torchrun(
-        tmp_path / "killed", "--max-restarts=3", "--monitor-interval=0.1", fates=fates, **OPTIONS
-    )
+    process = torchrun(tmp_path / "killed", *ALONE, "--max-restarts=3", fates=fates, **OPTIONS)
     try:
         assert process.wait(120) == 0, (tmp_path / "killed" / "log").read_text()[-3000:]
     finally:
@@ -79,7 +80,7 @@ def test_killed_workers_are_restarted_and_the_run_goes_on_by_itself(tmp_path):
 def test_a_launcher_that_is_asked_to_end_leaves_a_run_to_go_on_with(tmp_path):
     options = {**OPTIONS, "epochs": 400}
     folder = tmp_path / "ended"
-    process = torchrun(folder, fates={}, **options)
+    process = torchrun(folder, *ALONE, fates={}, **options)
     try:
         deadline = time.monotonic() + 90
         while not list(folder.rglob("checkpoint.pt")) and time.monotonic() < deadline:
@@ -92,6 +93,44 @@ def test_a_launcher_that_is_asked_to_end_leaves_a_run_to_go_on_with(tmp_path):
     marker = json.loads((path / "preempted").read_text())
     assert marker["signal"] == "SIGTERM" and left_over(tmp_path) == []
     assert not (path / "final.pt").exists() and "Traceback" not in _workers_words(folder)
+
+
+def test_when_a_node_is_lost_the_rest_goes_on(tmp_path):
+    """Two launchers, of which the one that does not host the rendezvous is killed."""
+    options = {**OPTIONS, "epochs": 40, "precision": "fp64"}
+    folder = tmp_path / "elastic"
+    elastic = [
+        "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=job", "--local-addr=127.0.0.1",
+        "--rdzv-conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3",
+    ]  # fmt: skip
+    nodes = [torchrun(folder, *elastic, fates={}, **options) for _ in range(2)]
+    try:
+        deadline = time.monotonic() + 90
+        while not list(folder.rglob("checkpoint.pt")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        host = next(n for n in nodes if _listens(n.pid))
+        (lost,) = (node for node in nodes if node is not host)
+        for pid in [*(pid for pid, _ in _descendants(lost.pid)), lost.pid]:
+            os.kill(pid, signal.SIGKILL)
+        assert host.wait(120) == 0, (folder / "log").read_text()[-3000:]
+    finally:
+        for node in nodes:
+            end(node)
+    run = read(folder)
+    assert run.column("epoch") == list(range(40))
+    assert len(run.epochs[0]["shares"]) == 2 and len(run.epochs[-1]["shares"]) == 1
+    whole = train(tmp_path / "undisturbed", 1, **options)
+    assert abs(run.flat() - whole.flat()).max() < 1e-9
+    assert left_over(tmp_path) == []
+
+
+def _listens(pid: int) -> bool:
+    """Whether a process has a listening socket: of two launchers, the rendezvous's host."""
+    lines = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()
+    listening = {f"socket:[{f[9]}]" for f in map(str.split, lines.splitlines()) if f[3] == "0A"}
+    links = [os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir() if file.is_symlink()]
+    return bool(listening & set(links))
 
 
 def _workers_words(folder: Path) -> str:
