@@ -16,7 +16,7 @@ from test_launch import free_port
 from test_resume import LENET, READ_AHEAD, check_equal
 from training import read, run_path, short_config, train
 
-from experiments.launcher import _descendants, end
+from experiments.launcher import descendants, end
 
 TESTS = Path(__file__).resolve().parent
 
@@ -99,9 +99,10 @@ def test_when_a_node_is_lost_the_rest_goes_on(tmp_path):
     """Two launchers, of which the one that does not host the rendezvous is killed."""
     options = {**OPTIONS, "epochs": 40, "precision": "fp64"}
     folder = tmp_path / "elastic"
+    port = free_port()
     elastic = [
         "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d",
-        f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=job", "--local-addr=127.0.0.1",
+        f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=job", "--local-addr=127.0.0.1",
         "--rdzv-conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3",
     ]  # fmt: skip
     nodes = [torchrun(folder, *elastic, fates={}, **options) for _ in range(2)]
@@ -109,9 +110,9 @@ def test_when_a_node_is_lost_the_rest_goes_on(tmp_path):
         deadline = time.monotonic() + 90
         while not list(folder.rglob("checkpoint.pt")) and time.monotonic() < deadline:
             time.sleep(0.05)
-        host = next(n for n in nodes if _listens(n.pid))
+        host = next(node for node in nodes if _listens(node.pid, port))
         (lost,) = (node for node in nodes if node is not host)
-        for pid in [*(pid for pid, _ in _descendants(lost.pid)), lost.pid]:
+        for pid in [*(pid for pid, _ in descendants(lost.pid)), lost.pid]:
             os.kill(pid, signal.SIGKILL)
         assert host.wait(120) == 0, (folder / "log").read_text()[-3000:]
     finally:
@@ -125,10 +126,13 @@ def test_when_a_node_is_lost_the_rest_goes_on(tmp_path):
     assert left_over(tmp_path) == []
 
 
-def _listens(pid: int) -> bool:
-    """Whether a process has a listening socket: of two launchers, the rendezvous's host."""
+def _listens(pid: int, port: int) -> bool:
+    """Whether it is this process that listens at the port."""
     lines = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()
-    listening = {f"socket:[{f[9]}]" for f in map(str.split, lines.splitlines()) if f[3] == "0A"}
+    fields = [line.split() for line in lines.splitlines()]
+    listening = {
+        f"socket:[{f[9]}]" for f in fields if f[3] == "0A" and f[1].endswith(f":{port:04X}")
+    }
     links = [os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir() if file.is_symlink()]
     return bool(listening & set(links))
 
