@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,9 @@ def signalled(name: str, method: str, call: int, *argv: str) -> None:
     """The command line, where worker 1 and what serves it get a signal."""
 
     def send() -> None:
-        for pid in [os.getpid(), *(child.pid for child in multiprocessing.active_children())]:
-            os.kill(pid, getattr(signal, name))
+        # Sent by somebody else, as a scheduler does.
+        pids = [os.getpid(), *(child.pid for child in multiprocessing.active_children())]
+        subprocess.run(["kill", f"-{name[3:]}", *map(str, pids)], check=True)
 
     at_call(method, call, "1", send)
     run_trainer(*argv)
