@@ -183,9 +183,10 @@ class FiniteGuard:
         self._reading = None
         if event is not None:
             event.synchronize()  # a look ago: long done
-        wrong = (~finite).nonzero()
-        if len(wrong) and self._first is None:
-            self._first = meanings[int(wrong[0])]
+        wrong = [meanings[number] for number in (~finite).nonzero().flatten().tolist()]
+        if wrong and self._first is None:
+            # A gradient follows its loss, though it is looked at before.
+            self._first = min(wrong, key=lambda place: (*place[:2], place[2] != "loss"))
 
 
 # --- agreeing ---------------------------------------------------------------------------------

@@ -41,7 +41,10 @@ def at_call(method: str, call: int, rank: str, act: Any) -> None:
 
 
 def signalled(name: str, method: str, call: int, *argv: str) -> None:
-    """The command line, where worker 1 and what serves it get a signal."""
+    """The command line, where worker 1 and what serves it get a signal; all look at each step."""
+    import interruption
+
+    interruption.PERIOD = 0.0
 
     def send() -> None:
         # Sent by somebody else, as a scheduler does.
@@ -55,9 +58,9 @@ def signalled(name: str, method: str, call: int, *argv: str) -> None:
 @pytest.mark.parametrize(
     "name, method, call, size, options",
     [
-        # The two steps that rehearse come first; then three of each epoch's four.
-        ("SIGTERM", "_step", 5, 2, {**LENET, **READ_AHEAD}),
-        ("SIGUSR1", "_step", 2 + 4 + 2, 3, {**RESNET, "partition__shares": [1, 2, 3]}),
+        # After the two steps that rehearse: the first of an epoch, so that all stop after its second.
+        ("SIGTERM", "_step", 2 + 1, 2, {**LENET, **READ_AHEAD}),
+        ("SIGUSR1", "_step", 2 + 3 + 1, 3, {**RESNET, "partition__shares": [1, 2, 3]}),
         ("SIGTERM", "_forward", 2 + 4 + 2, 2, {**LENET, "evaluation_batch_size": 3}),
         ("SIGUSR1", "_evaluate", 2, 2, {**LENET, **READ_AHEAD, "evaluation_batch_size": 4}),
     ],
@@ -76,6 +79,7 @@ def test_all_stop_at_one_step_with_a_checkpoint_and_go_on_from_there(
     place = {"epoch": state["next_epoch"], "step": state["balancer"]["next_step"]}
     assert marker == {"signal": name, **place}
     assert bool(state["trained"]) == (method != "_step")
+    assert place["step"] == (2 if method == "_step" else 0)
     assert place["epoch"] < 3 and not (path / "final.pt").exists()
     continued = train(tmp_path, size, **options)
     check_equal(continued, train(tmp_path / "undisturbed", size, **options))
