@@ -58,7 +58,7 @@ def signalled(name: str, method: str, call: int, *argv: str) -> None:
 @pytest.mark.parametrize(
     "name, method, call, size, options",
     [
-        # After the two steps that rehearse: the first of an epoch, so that all stop after its second.
+        # The first step of an epoch, behind the two that rehearse: all stop after its second.
         ("SIGTERM", "_step", 2 + 1, 2, {**LENET, **READ_AHEAD}),
         ("SIGUSR1", "_step", 2 + 3 + 1, 3, {**RESNET, "partition__shares": [1, 2, 3]}),
         ("SIGTERM", "_forward", 2 + 4 + 2, 2, {**LENET, "evaluation_batch_size": 3}),

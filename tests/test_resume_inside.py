@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_resume import DROPOUT, LENET, READ_AHEAD, RESNET, check_equal, interrupt, without_times
+from test_resume import DROPOUT, LENET, READ_AHEAD, RESNET, STATIC, check_equal, interrupt, without_times
 from training import Trained, launch, read, run_path, train
 
 EACH_STEP = {"checkpoint__every": 1, "checkpoint__keep": 99}
@@ -39,7 +39,7 @@ def every_step(folder: Path, size: int, **options: Any) -> Path:
         # Steps of 32, 32, 32 and 8 samples, three epochs of them.
         (2, {**LENET, **READ_AHEAD, "epochs": 3, "stragglers": [
             {"ranks": [1], "kind": "exponential", "scale": 0.002}]}, [1, 7, 11]),
-        (4, {**LENET, "epochs": 2, "exchange": "flat", "partition__shares": [1, 2, 3, 4]}, [3, 4]),
+        (4, {**STATIC, "epochs": 2, "exchange": "flat", "partition__shares": [1, 2, 3, 4]}, [3, 4]),
         # BatchNorm and several buckets; steps of 12, 12 and 6.
         (3, {**RESNET, "epochs": 2, "partition__shares": [1, 2, 3]}, [2, 4]),
         # Dropout and autocast.
@@ -106,7 +106,7 @@ def test_measured_shares_and_their_time_model_go_on(tmp_path, saved, undisturbed
     check_same_samples(continued, undisturbed)
     # The plan that was in force, or on its way, at the interruption.
     step, sizes = state["changes"][-1]
-    assert state["next_step"] == 2 and step <= 2
+    assert state["next_step"] == 2
     assert (continued.steps["batch_sizes"][4 + step] == sizes).all()
 
 
@@ -128,7 +128,7 @@ def test_another_number_of_workers_goes_on(tmp_path, saved, undisturbed, size, p
 
 
 def test_what_names_single_workers_may_change_with_their_number(tmp_path):
-    options = {**LENET, "partition__shares": [1, 3]}
+    options = {**STATIC, "partition__shares": [1, 3]}
     interrupt(tmp_path, 2, "append_epoch", 2, **options)
     changed = {**options, "partition__shares": [1, 3, 4]}
     for refused in launch(tmp_path, 3, **{**changed, "batch_size": 16}):
