@@ -9,7 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_resume import DROPOUT, LENET, READ_AHEAD, RESNET, STATIC, check_equal, interrupt, without_times
+from test_resume import (
+    DROPOUT,
+    LENET,
+    READ_AHEAD,
+    RESNET,
+    STATIC,
+    check_equal,
+    interrupt,
+    without_times,
+)
 from training import Trained, launch, read, run_path, train
 
 EACH_STEP = {"checkpoint__every": 1, "checkpoint__keep": 99}
