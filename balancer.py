@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -214,7 +214,8 @@ class EpochPlan:
 
     starts: int64 [steps], each global batch's first position in the epoch's order; batch_sizes:
     int64 [steps, n], which a rebalance inside the epoch changes from a later step on; left_out:
-    samples of a short last batch that was too small for all workers.
+    samples of a short last batch that was too small for all workers. Where the number of workers
+    has changed inside the epoch, n is the larger one, and a worker has 0 samples while not there.
     """
 
     epoch: int
@@ -237,11 +238,18 @@ class EpochPlan:
         begin += min(WARM_UP_STEPS, (int(full[-1]) + 1 - begin) // 2)
         return first + np.arange(begin, int(full[-1]) + 1)
 
+    def joined(self) -> int:
+        """The first step of the present workers: 0, unless their number has changed since."""
+        numbers = (self.batch_sizes > 0).sum(1)
+        others = np.flatnonzero(numbers != numbers[-1])
+        return int(others[-1]) + 1 if len(others) else 0
+
     def changes(self) -> list[tuple[int, list[int]]]:
         """(step, batch sizes) at the first step and wherever the plan changes after it."""
         moved = (self.batch_sizes[1:] != self.batch_sizes[:-1]).any(1)
         steps = [0, *(np.flatnonzero(moved) + 1).tolist()]
-        return [(step, self.batch_sizes[step].tolist()) for step in steps]
+        present = [[size for size in self.batch_sizes[step].tolist() if size] for step in steps]
+        return list(zip(steps, present))
 
 
 class ShardSampler(Sampler):
@@ -334,6 +342,7 @@ class Balancer:
         self.clock = StepClock(_default_device() if device is None else device)
         self.sampler = ShardSampler(self)
         self.before_ready: Callable[[], None] = _nothing
+        self.on_gradient: Callable[[torch.Tensor], None] = _nothing_of
         self.buckets_sent = self._buckets_summed = 0
         self._all_sent, self._counting = False, threading.Lock()
         self.drawn = 0
@@ -352,17 +361,25 @@ class Balancer:
         if self._replay is not None:
             planned = self._replayed(epoch, planned)
         self.plan, self.next_step = EpochPlan(epoch, starts, planned, left_out), 0
+        # Times of the epoch's steps so far, and the step from which on a rebalance counts them.
+        self._parts: list[StepTimes] = []
+        self._segment = 0
         return self.plan
 
     def steps(
-        self, batches: Iterable[Batch], epoch: int, lookahead: int = 0
+        self,
+        batches: Iterable[Batch],
+        epoch: int,
+        lookahead: int = 0,
+        pause: Callable[[int], bool] | None = None,
     ) -> Iterator[Batch]:
         """Goes through an epoch's batches, measures the steps, and rebalances when it is time.
 
         batches: of a loader with `self.sampler`, wrapped or not; lookahead: steps that a new plan
         waits at least. It always waits until no worker's loader has drawn further ahead. All
-        workers must make all steps. After `load_state_dict` inside this epoch it goes on where that
-        state was.
+        workers must make all steps. pause: asked after each step but the last, with the number of
+        steps done; where it says yes on all workers, this ends, and called again it goes on there.
+        After `load_state_dict` inside this epoch, too, it goes on where that state was.
         """
         if (self.plan.epoch, self.next_step > 0) != (epoch, True):
             self.plan_epoch(epoch)
@@ -373,8 +390,6 @@ class Balancer:
             )
         self.drawn = self.next_step
         self.clock.begin()
-        self._parts: list[StepTimes] = []
-        segment = self.next_step
         iterator = iter(batches)
         while self.next_step < len(self.plan.starts):
             try:
@@ -394,9 +409,12 @@ class Balancer:
                 )
             self.clock.mark("step")
             self.next_step += 1
-            if self._is_due(self.next_step - segment):
-                self._rebalance(segment, lookahead)
-                segment = self.next_step
+            if self._is_due(self.next_step - self._segment):
+                self._rebalance(lookahead)
+                self._segment = self.next_step
+            last = self.next_step == len(self.plan.starts)
+            if pause is not None and not last and pause(self.next_step):
+                return
         # Lets the loader see its own end; it has nothing left to give.
         next(iterator, None)
         self.next_step = 0
@@ -419,9 +437,9 @@ class Balancer:
         self.plan_epoch(self.plan.epoch)
 
     def step_times(self) -> StepTimes:
-        """The times of this epoch's steps so far."""
-        self._parts.append(self.clock.take())
-        return StepTimes.joined(self._parts)
+        """The times of this epoch's steps so far; NaN for steps that this worker did not see."""
+        self._parts = [StepTimes.joined([*self._parts, self.clock.take()])]
+        return self._parts[0]
 
     def weight(self) -> float:
         """The factor of this worker's mean gradient in the sum over all workers, at this step."""
@@ -433,8 +451,9 @@ class Balancer:
         return share if self.gradient_weight == "share" else share / self.workers
 
     def epoch_share(self) -> float:
-        """This worker's part of all samples that the planned epoch trains on."""
-        return float(self.plan.batch_sizes[:, self.rank].sum() / self.plan.batch_sizes.sum())
+        """This worker's part of all samples that the present workers train on in this epoch."""
+        handled = self.plan.batch_sizes[:, : self.workers].sum(0)
+        return float(handled[self.rank] / handled.sum())
 
     def attach(self, model: DistributedDataParallel) -> None:
         """Makes `model` sum the workers' gradients by weight, overlapped with the backward pass.
@@ -447,7 +466,9 @@ class Balancer:
     def reduce_flat(self, parameters: Iterable[nn.Parameter]) -> None:
         """The same sum for a plain module, by one all-reduce after the backward pass."""
         gradients = [p.grad for p in parameters if p.grad is not None]
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).mul_(self.weight())
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        self.on_gradient(flat)
+        flat.mul_(self.weight())
         self.before_ready()
         self.clock.mark("ready")
         dist.all_reduce(flat)
@@ -456,24 +477,55 @@ class Balancer:
         self.clock.mark("exchanged")
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers and lists from which `load_state_dict` goes on, also inside an epoch."""
+        """Numbers and lists from which `load_state_dict` goes on, also inside an epoch.
+
+        They are the same on all workers.
+        """
         return {
             "epoch": self.plan.epoch,
             "next_step": self.next_step,
+            "segment": self._segment,
             "changes": self.plan.changes(),
+            "busy": self.busy.tolist(),
             "partition": self.partitioner.state_dict(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(
+        self, state: Mapping[str, Any], times: Mapping[str, Sequence[float]] | None = None
+    ) -> None:
+        """Goes on from such a state, also of another number of workers.
+
+        times: this worker's step times of the state's epoch, `vars` of a StepTimes as lists;
+        without them on one worker, none may have them, and the next rebalance counts later steps.
+        """
         self.partitioner.load_state_dict(state["partition"])
         self.announce_cap(int(self.partitioner.maximum[self.rank]))
-        plan = self.plan_epoch(state["epoch"])
-        for step, sizes in state["changes"]:
-            plan.batch_sizes[step:] = sizes
+        same = len(state["partition"]["shares"]) == self.workers
+        steps = len(self.plan_epoch(state["epoch"]).starts)
+        # Of what lies ahead, other workers' plans are void.
+        done = min(state["next_step"] or steps, steps)
+        self._restore_plan(state["changes"], steps if same else done)
+        self.busy = np.array(state["busy"] if same else [np.nan] * self.workers, np.float64)
         self.next_step = state["next_step"]
+        self._segment = state["segment"] if same and times is not None else self.next_step
+        seen = {name: np.full(done, np.nan) for name in (field.name for field in fields(StepTimes))}
+        for name, seconds in (times or {}).items():
+            seen[name][: len(seconds)] = seconds[:done]
+        self._parts = [StepTimes(**seen)]
+
+    def _restore_plan(self, changes: Sequence[tuple[int, Sequence[int]]], stop: int) -> None:
+        """Puts `changes` into the plan's steps before `stop`; they may be of other workers."""
+        sizes = self.plan.batch_sizes
+        more = max(0, *(len(split) - self.workers for _, split in changes))
+        sizes = np.pad(sizes, ((0, 0), (0, more)))
+        for step, split in changes:
+            sizes[step:stop] = 0
+            sizes[step:stop, : len(split)] = split
+        self.plan = replace(self.plan, batch_sizes=sizes)
 
     def bucket_ready(self, bucket: dist.GradBucket) -> None:
         """Called by DDP's hook for each bucket of gradients, before it is sent."""
+        self.on_gradient(bucket.buffer())
         bucket.buffer().mul_(self.weight())
         if bucket.is_last():
             self.before_ready()
@@ -490,19 +542,18 @@ class Balancer:
         if done:
             self.clock.mark("exchanged")
 
-    def _rebalance(self, first: int, lookahead: int) -> None:
-        """Books the busy times since step `first` and moves the shares from a later step on.
+    def _rebalance(self, lookahead: int) -> None:
+        """Books the busy times of the segment that ends and moves the shares from a later step on.
 
         One all-gather of a few numbers per worker; all workers then compute the same plan.
         """
-        taken = self.clock.take()
-        self._parts.append(taken)
-        clean = self.plan.clean_steps(first, self.next_step)
-        mine = typical(since_change(taken.busy[clean - first]))
+        clean = self.plan.clean_steps(self._segment, self.next_step)
+        mine = typical(since_change(self.step_times().busy[clean]))
         rows = self._peers.gather(np.array([*mine, self.cap, self.drawn]))
         self.busy, errors, caps, drawn = rows.T
         self.partitioner.lower_caps(caps)
-        self.partitioner.rebalance(self.plan.batch_sizes[clean[0]], self.busy, errors)
+        used = self.plan.batch_sizes[clean[0], : self.workers]
+        self.partitioner.rebalance(used, self.busy, errors)
         self._replan(max(int(drawn.max()), self.next_step + lookahead))
 
     def _is_due(self, steps: int) -> bool:
@@ -517,7 +568,7 @@ class Balancer:
         """Puts the partitioner's present batch sizes in force from step `first` on."""
         if self._replay is not None:
             return
-        sizes = self.plan.batch_sizes[first:]
+        sizes = self.plan.batch_sizes[first:, : self.workers]
         for row, total in zip(sizes, sizes.sum(1)):
             split = self.partitioner.split(int(total))
             # A short batch keeps its split where a lowered cap no longer holds it all.
@@ -540,6 +591,10 @@ def _default_device() -> torch.device:
 
 
 def _nothing() -> None:
+    pass
+
+
+def _nothing_of(gradient: torch.Tensor) -> None:
     pass
 
 

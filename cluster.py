@@ -74,6 +74,20 @@ class Workers:
         """Sum over workers in float64, the same bits on every worker: added up in rank order."""
         return self.gather(values).sum(axis=0)
 
+    def start_maximum(self, numbers: list[int]) -> tuple[dist.Work, torch.Tensor]:
+        """Starts an all-reduce: once the work is done, the tensor has each number's maximum."""
+        tensor = torch.tensor(numbers)
+        return dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.control, async_op=True), tensor
+
+    def collect(self, content: bytes | memoryview) -> list[bytes]:
+        """The bytes of each worker, in rank order, on rank 0; nothing on the others."""
+        lengths = self.gather(np.array([len(content)]))[:, 0].astype(np.int64)
+        mine = torch.zeros(int(lengths.max()), dtype=torch.uint8)
+        mine[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        rows = [torch.empty_like(mine) for _ in lengths] if self.is_first else None
+        dist.gather(mine, rows, dst=0, group=self.control)
+        return [row[:length].numpy().tobytes() for row, length in zip(rows or [], lengths)]
+
     def gather_json(self, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
         """A JSON-able value from each worker, in rank order, on every worker."""
         return [json.loads(text) for text in self._gather_bytes(json.dumps(value).encode(), group)]
@@ -168,15 +182,29 @@ def join(
         torch.cuda.set_device(here)
     torch.set_num_threads(_threads(threads, place["local_size"]))
     limit = timedelta(seconds=timeout)
-    store = dist.HashStore() if place["size"] == 1 and "RANK" not in os.environ else None
-    rendezvous = {} if store is None else {"store": store, "rank": 0, "world_size": 1}
-    dist.init_process_group(backend, timeout=limit, **rendezvous)
+    store = _store(limit)
+    meeting = {"store": store, "rank": place["rank"], "world_size": place["size"]}
+    dist.init_process_group(backend, timeout=limit, **({} if store is None else meeting))
     control = dist.new_group(backend="gloo", timeout=limit)
     yield Workers(
         **place, device=here, backend=backend, threads=torch.get_num_threads(), control=control
     )
     # Only after success: with a broken peer this would wait, and the process is ending anyway.
     dist.destroy_process_group()
+
+
+def _store(limit: timedelta) -> dist.Store | None:
+    """Where the workers meet, where PyTorch's own choice will not do."""
+    if "RANK" not in os.environ:
+        return dist.HashStore()
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if restarts == "0" or os.environ.get("GROUP_WORLD_SIZE") != "1":
+        return None
+    # torchrun gives restarted workers the store of the dead ones, whose addresses are still in it.
+    # (Of several nodes each counts its own restarts: there the launcher has to make a new store.)
+    store, *_ = next(dist.rendezvous("env://", timeout=limit))
+    store.set_timeout(limit)
+    return dist.PrefixStore(f"restart-{restarts}", store)
 
 
 def _place(local_rank: int | None, local_size: int | None) -> dict[str, int]:

@@ -28,12 +28,12 @@ class Console:
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()
 
-    def start(self, epochs: int, done_epochs: int, steps_per_epoch: int) -> None:
+    def start(self, steps: int, done: int) -> None:
         """Shows a bar with the time left, where the error output is a terminal."""
         if self._active and sys.stderr.isatty():
             self._bar = tqdm(
-                total=epochs * steps_per_epoch,
-                initial=done_epochs * steps_per_epoch,
+                total=steps,
+                initial=done,
                 unit="step",
                 leave=False,
                 dynamic_ncols=True,
@@ -72,7 +72,7 @@ def headline(config: Config, facts: Mapping[str, Any], path: Path) -> str:
 
 def epoch_line(record: Mapping[str, Any], epochs: int) -> str:
     """One epoch's record in one line; busy times are means in milliseconds per step, by worker."""
-    busy = " ".join(f"{1000 * seconds:.1f}" for seconds in record["busy"]["mean"])
+    busy = " ".join(_milliseconds(seconds, 1) for seconds in record["busy"]["mean"])
     sizes = " ".join(map(str, record["batch_sizes"]))
     imbalance = "" if record["imbalance"] is None else f"  imbalance {record['imbalance']:.3f}"
     return (
@@ -85,15 +85,20 @@ def epoch_line(record: Mapping[str, Any], epochs: int) -> str:
     )
 
 
+def _milliseconds(seconds: float | None, digits: int) -> str:
+    return "-" if seconds is None else f"{1000 * seconds:.{digits}f}"
+
+
 def summary(records: Sequence[Mapping[str, Any]], devices: Sequence[str]) -> str:
     """The run's table: each worker's phases in milliseconds per step, in the last epoch."""
     last = records[-1]
     head = ["worker", "device", "batch", "share", "busy", *_PHASES]
     rows = [
         [str(rank), device, str(last["batch_sizes"][rank]), f"{last['shares'][rank]:.3f}"]
-        + [f"{1000 * last['busy']['mean'][rank]:.2f}"]
-        + [f"{1000 * last['phases'][phase][rank]:.2f}" for phase in _PHASES]
-        for rank, device in enumerate(devices)
+        + [_milliseconds(last["busy"]["mean"][rank], 2)]
+        + [_milliseconds(last["phases"][phase][rank], 2) for phase in _PHASES]
+        # Those of the last epoch, if the run's end has seen another number of workers.
+        for rank, device in enumerate(devices[: len(last["shares"])])
     ]
     best = max(record["test_top1"] for record in records)
     lines = [f"last epoch, milliseconds per step{_optimum(last)}", *table([head, *rows])]

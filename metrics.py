@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import numpy as np
@@ -49,6 +49,16 @@ class Metrics:
             "samples": int(samples),
         }
 
+    def state_dict(self) -> dict[str, torch.Tensor | int]:
+        self._judge()
+        return {"loss": self._loss, "hits": self._hits, "samples": self._samples}
+
+    def add_state(self, state: Mapping[str, torch.Tensor | int]) -> None:
+        """Adds what was counted before, by this worker or by one that is gone."""
+        self._loss.add_(state["loss"].to(self._loss.device))
+        self._hits.add_(state["hits"].to(self._hits.device))
+        self._samples += state["samples"]
+
     def _judge(self) -> None:
         """Adds the waiting batches to the sums."""
         if not self._waiting:
@@ -78,5 +88,7 @@ class Clocks:
     @contextmanager
     def training(self) -> Iterator[None]:
         start = time.perf_counter()
-        yield
-        self.train += time.perf_counter() - start
+        try:
+            yield
+        finally:
+            self.train += time.perf_counter() - start

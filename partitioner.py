@@ -223,8 +223,18 @@ class TimeModel:
         return {name: getattr(self, f"_{name}").tolist() for name in self._STATE}
 
     def load_state_dict(self, state: dict[str, list]) -> None:
+        """Goes on from such a state, also of another number of workers.
+
+        Workers that are gone are forgotten. New ones start from the mean time of those that stay,
+        as one measurement at one batch size.
+        """
+        stay = min(self._workers, len(state["weight"]))
         for name in self._STATE:
-            setattr(self, f"_{name}", np.array(state[name], dtype=np.float64))
+            kept = np.array(state[name][:stay], dtype=np.float64)
+            new = np.zeros(self._workers - stay) if name in ("squares", "products") else kept.mean()
+            setattr(self, f"_{name}", np.append(kept, np.broadcast_to(new, self._workers - stay)))
+        if self._weight.any():
+            self._least[stay:] = self._most[stay:] = self._size[stay:]
 
     _STATE = ("weight", "size", "time", "squares", "products", "least", "most")
 
@@ -364,10 +374,29 @@ class Partitioner:
         }
 
     def load_state_dict(self, state: dict) -> None:
+        """Goes on from such a state.
+
+        From one of another number of workers: ranks that are in both keep their caps, time models
+        and shares in relation to each other; new ones get the mean share, and the policy `static`
+        keeps the shares it was built with. Raises PlanError where the caps cannot hold the batch.
+        """
+        self.time_model.load_state_dict(state["time_model"])
+        if len(state["shares"]) != self.workers:
+            self._adopt(state)
+            return
         self.shares = np.array(state["shares"], dtype=np.float64)
         self.batch_sizes = np.array(state["batch_sizes"], dtype=np.int64)
         self.maximum = np.array(state["maximum"], dtype=np.float64)
-        self.time_model.load_state_dict(state["time_model"])
+
+    def _adopt(self, state: dict) -> None:
+        """Takes over what still holds of the state of another number of workers."""
+        stay = min(self.workers, len(state["shares"]))
+        self.maximum[:stay] = np.minimum(self.maximum[:stay], state["maximum"][:stay])
+        if self.policy in ("proportional", "affine"):
+            kept = np.array(state["shares"][:stay], dtype=np.float64)
+            new = np.full(self.workers - stay, kept.mean())
+            self.shares = _normalised(np.append(kept, new), self.workers, "share")
+        self.batch_sizes = self._round(self.batch_size)
 
     def _move_proportionally(self, sizes: np.ndarray, times: np.ndarray) -> None:
         self.shares = _normalised(self._base(sizes) / times, self.workers, "share")

@@ -1,8 +1,8 @@
 """A run's folder: resolved config, provenance, records, checkpoints; and reading them.
 
-Records are JSON lines and NPZ without objects, configs are YAML, checkpoints load with
-`weights_only=True`: nothing is read back with pickle. What matters is written to a temporary file
-in the same folder, flushed to disk and renamed: a crash leaves the old or the new, never half.
+Records are JSON lines and NPZ without objects, configs are YAML, checkpoints (checkpoint.py) load
+with `weights_only=True`: nothing is read back with pickle. A crash or a full disk leaves a file's
+old content or the new, never half (storage.py).
 """
 
 from __future__ import annotations
@@ -10,21 +10,22 @@ from __future__ import annotations
 import fcntl
 import io
 import json
-import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
 import torchvision
 import yaml
 
+import checkpoint
+import storage
 from balancer import EpochPlan
 from configs.errors import UserError
 from configs.files import read_mapping
@@ -32,7 +33,9 @@ from configs.schema import Config, differences, from_mapping, to_mapping
 from partitioner import Partitioner
 
 CONFIG, PROVENANCE, EPOCHS, STEPS = "config.yaml", "provenance.json", "epochs.jsonl", "steps.npz"
-CHECKPOINT, FINAL, LOCK = "checkpoint.pt", "final.pt", ".lock"
+FINAL, LOCK, PREEMPTED = "final.pt", ".lock", "preempted"
+# What a start finds: nothing that it uses, a run to go on with, a run that it is to delete.
+NEW, CONTINUES, REPLACES = "new", "continues", "replaces"
 
 # The parts of a step that are recorded, by their names in balancer.StepTimes.
 PHASES = ("data", "forward", "backward", "delay", "wait", "step", "busy")
@@ -40,8 +43,11 @@ PHASES = ("data", "forward", "backward", "delay", "wait", "step", "busy")
 # Keys that may differ between a run and its continuation: they say where and how, not what.
 MAY_DIFFER = frozenset(
     {"output", "data.root", "data.cache", "data.placement", "data.memory_limit_gib",
-     "data.loader_workers", "backend", "device", "threads", "timeout"}
+     "data.loader_workers", "backend", "device", "threads", "timeout", "checkpoint.every",
+     "checkpoint.keep"}
 )  # fmt: skip
+# Further ones where the number of workers is another: they name single workers.
+OF_WORKERS = ("partition.shares", "partition.min_batch", "partition.max_batch", "stragglers")
 
 _STEP_ARRAYS = {
     "epoch": np.int32,
@@ -56,40 +62,71 @@ _STEP_ARRAYS = {
 
 
 class RunFolder:
-    """Writes one run; made on rank 0 only. Raises UserError where the folder holds another run."""
+    """Writes one run, on rank 0 only. Raises UserError for another run there, and for a full disk.
+
+    path: the folder; all ranks may ask for it.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.records: list[Mapping[str, Any]] = []
+        self.found: bytes | None = None
+        self._lines: list[str] = []
         self._steps: list[dict[str, np.ndarray]] = []
 
-    def open(self, config: Config, workers: int, resume: str, overwrite: bool) -> bool:
-        """Makes the folder ready; True where an unfinished run in it is to be continued.
+    def open(self, config: Config, workers: int, resume: str, overwrite: bool) -> str:
+        """Makes the folder ready, and says what it holds: NEW, CONTINUES or REPLACES.
 
         resume: `auto` continues an unfinished run, `never` refuses to touch it; overwrite: what the
         folder holds is to be deleted, which `replace` does.
         """
-        self._replaces = overwrite and self.path.exists()
-        if self._replaces and not (self.path / CONFIG).exists() and any(self.path.iterdir()):
+        self._config = to_mapping(config)
+        replaces = overwrite and self.path.exists()
+        if replaces and not (self.path / CONFIG).exists() and any(self.path.iterdir()):
             raise UserError(f"{self.path} holds no run: --overwrite does not delete it")
-        continued = not self._replaces and self._continues(config, workers, resume)
+        continues = not replaces and self._continues(config, workers, resume)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock()
         except OSError as error:
             raise UserError(f"output: cannot make {self.path}: {error.strerror}") from error
-        if not continued and not self._replaces:
-            self._write_config(config)
-        return continued
+        storage.drop_temporary(self.path)
+        if not replaces and not continues:
+            (self.path / PROVENANCE).unlink(missing_ok=True)
+        if not replaces:
+            self._write_config()
+        return REPLACES if replaces else CONTINUES if continues else NEW
 
-    def replace(self, config: Config) -> None:
+    def replace(self) -> None:
         """Deletes what --overwrite replaces: only now, as the new run has been found to start."""
-        if not self._replaces:
-            return
         for file in self.path.iterdir():
             if file.name != LOCK:
                 shutil.rmtree(file) if file.is_dir() else file.unlink()
-        self._write_config(config)
+        self._write_config()
+
+    def find_checkpoint(self, config: Config, workers: int) -> list[str]:
+        """Reads the newest whole checkpoint into `found`; a line for each one passed over."""
+
+        def check(state: Mapping[str, Any]) -> None:
+            earlier = from_mapping(state["config"], where=str(self.path / checkpoint.NEWEST))
+            self._compare(earlier, config, state["world_size"] == workers)
+
+        self.found, notes = checkpoint.newest(self.path, check)
+        return notes
+
+    def restore(self, state: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+        """Sets the records to those of a checkpoint, or to none; returns them. The run begins."""
+        text = "" if state is None else state["records"]
+        self._lines = text.splitlines()
+        records = [_object(line, f"{self.path}: a checkpoint's records") for line in self._lines]
+        self._lock_file.write("not finished\n")
+        self._lock_file.flush()
+        storage.write(self.path / EPOCHS, text.encode())
+        (self.path / STEPS).unlink(missing_ok=True)
+        (self.path / PREEMPTED).unlink(missing_ok=True)
+        if state is not None and state["steps"]:
+            self._steps = [{name: tensor.cpu().numpy() for name, tensor in state["steps"].items()}]
+            self._write_steps()
+        return records
 
     def write_provenance(self, facts: Mapping[str, Any]) -> None:
         """Writes provenance.json; a continued run keeps the first start's facts and adds these."""
@@ -97,136 +134,107 @@ class RunFolder:
         if path.exists():
             first = _read_json(path)
             facts = {**first, "continued": [*first.get("continued", []), facts]}
-        text = json.dumps(facts, indent=2, ensure_ascii=False) + "\n"
-        _write(self.path / PROVENANCE, lambda file: file.write(text.encode()))
+        self._write_json(path, facts)
 
     def append_epoch(self, record: Mapping[str, Any], steps: Mapping[str, np.ndarray]) -> None:
         """Adds a line to epochs.jsonl and this epoch's arrays, [steps, …] each, to steps.npz."""
-        with open(self.path / EPOCHS, "ab") as file:
-            file.write((json.dumps(record) + "\n").encode())
-            _flush(file)
-        self.records.append(record)
+        line = json.dumps(record, allow_nan=False)
+        storage.append(self.path / EPOCHS, (line + "\n").encode())
+        self._lines.append(line)
         self._steps.append({k: np.asarray(steps[k], kind) for k, kind in _STEP_ARRAYS.items()})
         self._write_steps()
 
     def save_checkpoint(self, state: Mapping[str, Any]) -> None:
-        _write(self.path / CHECKPOINT, lambda file: torch.save(state, file))
+        """Writes the trainer's state with the config and the records so far."""
+        steps = self._joined_steps() if self._steps else {}
+        whole = {
+            "format": checkpoint.FORMAT,
+            "config": self._config,
+            "config_hash": checkpoint.config_hash(self._config),
+            "records": "".join(line + "\n" for line in self._lines),
+            "steps": {name: torch.from_numpy(array) for name, array in steps.items()},
+            **state,
+        }
+        checkpoint.save(self.path, whole, self._config["checkpoint"]["keep"])
 
-    def checkpoint_bytes(self) -> bytes | None:
-        """The checkpoint file's content, or None where there is none yet."""
-        path = self.path / CHECKPOINT
-        return path.read_bytes() if path.exists() else None
-
-    def keep_epochs(self, count: int) -> list[Mapping[str, Any]]:
-        """Cuts the records back to the first `count` epochs, those the checkpoint stands for.
-
-        Returns them. Raises UserError where they are not all there.
-        """
-        self.records = [line for line in _epoch_lines(self.path) if line["epoch"] < count]
-        if [line["epoch"] for line in self.records] != list(range(count)):
-            raise UserError(
-                f"{self.path / EPOCHS} lacks some of the {count} epochs that {CHECKPOINT} stands "
-                "for: put it back, or --overwrite to start again"
-            )
-        text = "".join(json.dumps(line) + "\n" for line in self.records)
-        _write(self.path / EPOCHS, lambda file: file.write(text.encode()))
-        if count:
-            steps = _read_steps(self.path)
-            kept = steps["epoch"] < count
-            self._steps = [{name: array[kept] for name, array in steps.items()}]
-            self._write_steps()
-        return self.records
+    def mark_preempted(self, facts: Mapping[str, Any]) -> None:
+        """Leaves the file `preempted`: the run was asked to stop, and the next start goes on."""
+        self._write_json(self.path / PREEMPTED, facts)
 
     def finish(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Writes final.pt, a plain state_dict, and drops the checkpoint: the run is done."""
-        _write(self.path / FINAL, lambda file: torch.save(dict(weights), file))
-        (self.path / CHECKPOINT).unlink(missing_ok=True)
+        """Writes final.pt, a plain state_dict, and drops the checkpoints: the run is done."""
+        storage.write(self.path / FINAL, checkpoint.packed(weights))
+        checkpoint.drop(self.path)
         (self.path / LOCK).unlink(missing_ok=True)
 
     def _continues(self, config: Config, workers: int, resume: str) -> bool:
+        if (self.path / FINAL).exists():
+            checkpoint.drop(self.path)  # killed between the two
         if is_finished(self.path):
             raise UserError(f"{self.path} holds a finished run: --overwrite to do it again")
-        if not (self.path / CHECKPOINT).exists() and not (self.path / EPOCHS).exists():
-            return False
-        if resume == "never":
+        begun = checkpoint.exists(self.path)
+        if resume == "never" and (begun or (self.path / EPOCHS).exists()):
             raise UserError(
                 f"{self.path} holds an unfinished run: --resume auto continues it, "
                 "--overwrite starts it again"
             )
-        earlier = from_mapping(read_mapping(self.path / CONFIG), where=str(self.path / CONFIG))
+        # Without a checkpoint nothing of an earlier start is used.
+        if begun:
+            earlier = from_mapping(read_mapping(self.path / CONFIG), where=str(self.path / CONFIG))
+            self._compare(earlier, config, _last_workers(self.path) in (None, workers))
+        return begun
+
+    def _compare(self, earlier: Config, config: Config, same_workers: bool) -> None:
         changed = [key for key in differences(earlier, config) if key not in MAY_DIFFER]
+        if not same_workers:
+            changed = [key for key in changed if not key.startswith(OF_WORKERS)]
         if changed:
             raise UserError(
                 f"{self.path} holds an unfinished run with another {', '.join(changed)}: "
                 "set it back, choose another --output, or --overwrite"
             )
-        self._check_workers(workers)
-        # Without a checkpoint nothing of the earlier start is used, not even its calibration.
-        return (self.path / CHECKPOINT).exists()
 
     def _lock(self) -> None:
         """Keeps other processes out of the folder until this one ends, however it ends."""
-        self._lock_file = open(self.path / LOCK, "w")
+        self._lock_file = open(self.path / LOCK, "a")
         try:
-            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            # Unlike flock's, this lock is not held on by loader processes that outlive a crash.
+            fcntl.lockf(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
             raise UserError(
                 f"{self.path} is being written by another process: wait for it, or stop it"
             ) from None
 
-    def _write_config(self, config: Config) -> None:
-        (self.path / PROVENANCE).unlink(missing_ok=True)
-        text = yaml.safe_dump(to_mapping(config), sort_keys=False)
-        _write(self.path / CONFIG, lambda file: file.write(text.encode()))
+    def _write_config(self) -> None:
+        text = yaml.safe_dump(self._config, sort_keys=False)
+        storage.write(self.path / CONFIG, text.encode())
 
-    def _check_workers(self, workers: int) -> None:
-        before = recorded_workers(self.path)
-        if before not in (None, workers):
-            raise UserError(
-                f"{self.path} holds an unfinished run of {before} workers, not {workers}: "
-                f"start {before}, or --overwrite"
-            )
+    def _write_json(self, path: Path, value: Mapping[str, Any]) -> None:
+        text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        storage.write(path, text.encode())
+
+    def _joined_steps(self) -> dict[str, np.ndarray]:
+        """All step arrays so far, each as wide as its widest part."""
+        arrays = {name: _stacked([part[name] for part in self._steps]) for name in _STEP_ARRAYS}
+        self._steps = [arrays]
+        return arrays
 
     def _write_steps(self) -> None:
-        arrays = {k: np.concatenate([part[k] for part in self._steps]) for k in _STEP_ARRAYS}
-        self._steps = [arrays]
-        _write(self.path / STEPS, lambda file: np.savez(file, **arrays))
+        buffer = io.BytesIO()
+        np.savez(buffer, **self._joined_steps())
+        storage.write(self.path / STEPS, buffer.getbuffer())
 
 
-class NoFolder:
-    """Stands in for RunFolder on all other ranks: knows the path, writes nothing."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.records: list[Mapping[str, Any]] = []
-
-    def write_provenance(self, facts: Mapping[str, Any]) -> None:
-        pass
-
-    def append_epoch(self, record: Mapping[str, Any], steps: Mapping[str, np.ndarray]) -> None:
-        self.records.append(record)
-
-    def save_checkpoint(self, state: Mapping[str, Any]) -> None:
-        pass
-
-    def checkpoint_bytes(self) -> bytes | None:
-        return None
-
-    def finish(self, weights: Mapping[str, torch.Tensor]) -> None:
-        pass
-
-
-def load_state(content: bytes, folder: Path, device: torch.device) -> dict[str, Any]:
-    """The state on `device` in the checkpoint file of `folder`, of which `content` was read.
-
-    Raises UserError that names the file if it is damaged.
-    """
-    try:
-        return torch.load(io.BytesIO(content), map_location=device, weights_only=True)
-    except Exception as error:  # damaged files make the unpickler raise anything
-        raise UserError(
-            f"{folder / CHECKPOINT} is damaged: put it back, or --overwrite to start again"
-        ) from error
+def _stacked(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """One array under the other; where there were fewer workers, 0 samples and NaN seconds."""
+    width = max(part.shape[-1] for part in parts)
+    filler = np.nan if parts[0].dtype.kind == "f" else 0
+    if parts[0].ndim == 2:
+        parts = [
+            np.pad(part, ((0, 0), (0, width - part.shape[1])), constant_values=filler)
+            for part in parts
+        ]
+    return np.concatenate(parts)
 
 
 def provenance(repository: Path) -> dict[str, Any]:
@@ -257,24 +265,6 @@ def _git(repository: Path, *arguments: str) -> str | None:
         return None
 
 
-def _write(path: Path, fill: Callable[[BinaryIO], Any]) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "wb") as file:
-        fill(file)
-        _flush(file)
-    os.replace(temporary, path)
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
-
-
-def _flush(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
 # --- records ----------------------------------------------------------------------------------
 
 
@@ -289,8 +279,11 @@ def epoch_record(
     phases: seconds by name of PHASES, [steps, n] each; typical_busy: the busy seconds [n] that the
     last rebalance used; partitioner: after this epoch, for its time model and what follows from it.
     """
-    clean = plan.clean_steps()
-    sizes = plan.batch_sizes[clean[0]]
+    clean = plan.clean_steps(plan.joined())
+    sizes = plan.batch_sizes[clean[0], : partitioner.workers]
+    busy = phases["busy"][clean]
+    # Unknown where the number of workers has changed since the last rebalance.
+    typical_busy = np.where(np.isnan(typical_busy), busy.mean(0), typical_busy)
     # Where no batch was full, times and T* would be of different batches.
     full = sizes.sum() == partitioner.batch_size
     best = partitioner.optimum() if full else None
@@ -302,10 +295,10 @@ def epoch_record(
         "left_out": plan.left_out,
         "shares": (sizes / sizes.sum()).tolist(),
         "batch_sizes": sizes.tolist(),
-        "busy": _spread(phases["busy"][clean]) | {"typical": typical_busy.tolist()},
+        "busy": _spread(busy) | {"typical": _listed(typical_busy)},
         "wait": _spread(phases["wait"][clean]),
         "phases": {
-            name: seconds[clean].mean(0).tolist()
+            name: _listed(seconds[clean].mean(0))
             for name, seconds in phases.items()
             if name != "busy"
         },
@@ -337,15 +330,20 @@ def step_arrays(plan: EpochPlan, phases: Mapping[str, np.ndarray]) -> dict[str, 
     }
 
 
-def _spread(seconds: np.ndarray) -> dict[str, list[float]]:
+def _spread(seconds: np.ndarray) -> dict[str, list[float | None]]:
     """Mean, median and 5th and 95th percentile over steps of [steps, n]."""
     p5, median, p95 = np.percentile(seconds, (5, 50, 95), axis=0)
     return {
-        "mean": seconds.mean(0).tolist(),
-        "median": median.tolist(),
-        "p5": p5.tolist(),
-        "p95": p95.tolist(),
+        "mean": _listed(seconds.mean(0)),
+        "median": _listed(median),
+        "p5": _listed(p5),
+        "p95": _listed(p95),
     }
+
+
+def _listed(seconds: np.ndarray) -> list[float | None]:
+    """As a list, with None for a worker that saw none of these steps."""
+    return [None if np.isnan(value) else value for value in seconds.tolist()]
 
 
 # --- reading ----------------------------------------------------------------------------------
@@ -375,14 +373,21 @@ def read_run(path: Path | str) -> Run:
 def is_finished(path: Path) -> bool:
     """Whether a run's folder holds all epochs: with its final weights, or shipped without them.
 
-    A folder with a checkpoint is still being trained, however many epochs it has recorded.
+    A folder with a checkpoint is still being trained, however many epochs it has recorded; so is
+    one whose run has begun and was killed before its first.
     """
     if (path / FINAL).exists():
         return True
-    if (path / CHECKPOINT).exists() or not (path / CONFIG).exists():
+    if checkpoint.exists(path) or _has_begun(path) or not (path / CONFIG).exists():
         return False
     config = from_mapping(read_mapping(path / CONFIG), where=str(path / CONFIG))
     return len(_epoch_lines(path)) >= config.epochs
+
+
+def _has_begun(path: Path) -> bool:
+    """Whether a run in the folder has begun and not ended; true also of one that was killed."""
+    lock = path / LOCK
+    return lock.exists() and lock.stat().st_size > 0
 
 
 def count_epochs(path: Path) -> int:
@@ -395,6 +400,15 @@ def recorded_workers(path: Path) -> int | None:
     """The number of workers of the run in a folder; None where it has not got so far."""
     file = path / PROVENANCE
     return _read_json(file).get("world_size") if file.exists() else None
+
+
+def _last_workers(path: Path) -> int | None:
+    """The number of workers of a run's last start; None where it has not got so far."""
+    file = path / PROVENANCE
+    if not file.exists():
+        return None
+    facts = _read_json(file)
+    return [facts, *facts.get("continued", [])][-1].get("world_size")
 
 
 def batch_sizes_by_epoch(path: Path | str) -> list[list[list[int]]]:
@@ -465,5 +479,3 @@ def _text(path: Path) -> str:
 
 def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
-
-

@@ -7,7 +7,7 @@
     python reproduce.py configs/experiments/paper.yaml --only 'resnet50-*/edp-sgd/*'
 
 Each run is one `torchrun … trainer.py`. Given again, the same command skips what is finished and
-goes on with what was interrupted. Ctrl-C ends the present run after its last whole epoch; a file
+goes on with what was interrupted. Ctrl-C makes the present run save its state and stop; a file
 `stop` in the output folder, or --max-hours, lets it finish and starts no further one.
 """
 

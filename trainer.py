@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import shlex
 import sys
@@ -27,30 +28,33 @@ from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record as report_to_launcher
 from torch.nn.functional import cross_entropy
 
+import checkpoint
 from balancer import average_buffers, typical
 from cluster import Workers, join
 from configs.command_line import Launch, parse, run_folder
 from configs.errors import UserError
-from configs.schema import Config, check_workers
+from configs.schema import Config, check_workers, to_mapping
 from console import Console, epoch_line, headline, summary
 from data.pipeline import make_pipeline
 from data.sources import Data, open_data, prepare
 from exchange import EXCHANGES
+from interruption import FiniteGuard, Preempted, Request, StopFlag, listening
 from metrics import Clocks, Metrics
 from partitioner import PlanError
 from preview import preview
 from recorder import (
+    CONTINUES,
     PHASES,
-    NoFolder,
+    REPLACES,
     RunFolder,
     batch_sizes_by_epoch,
     epoch_record,
-    load_state,
     provenance,
     step_arrays,
 )
 from schedule import learning_rate
 from stragglers import Stragglers, calibrate, must_measure
+from worker_state import own_part, restore_part, seed_dropout
 from workload import (
     DTYPES,
     MEMORY_FORMATS,
@@ -68,8 +72,8 @@ REHEARSAL_STEPS = 2
 # Further ones, where a delay is given as a fraction of the busy time that they measure.
 CALIBRATION_STEPS = 10
 
-# Names the random stream of dropout, apart from every other consumer of the same seed.
-_DROPOUT_STREAM = 0xD809
+# A checkpoint is not ours, or not whole, if setting the state from it raises one of these.
+_MISFITS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 
 
 class Trainer:
@@ -81,6 +85,7 @@ class Trainer:
         workers: Workers,
         data: Data,
         replay: Mapping[int, np.ndarray] | None = None,
+        asked_to_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self.config, self.workers, self.clocks = config, workers, Clocks()
         self.balancer = build_balancer(config, len(data.train), workers, workers.device, replay)
@@ -98,45 +103,91 @@ class Trainer:
         )
         self.train_batches = pipeline(data.train, self.balancer.sampler, train=True)
         self.test_batches = pipeline(data.test, self._test_shard(len(data.test)), train=False)
+        balancer = self.balancer
+        self.guard = FiniteGuard(
+            workers, self.module, lambda: (balancer.plan.epoch, balancer.next_step)
+        )
+        balancer.on_gradient = self.guard.add_gradient
+        self.flag = StopFlag(workers, asked_to_stop, self.guard)
         self.stragglers = Stragglers((), workers.rank, config.seed)
         self.calibrated: list[dict[str, Any]] = []
         self.next_epoch = 0
+        # Of the epoch so far: sums, the training clock at its start, and once all its steps are
+        # done its record and step arrays, which then lack the evaluation alone.
+        self.metrics, self.began = Metrics(workers.device), 0.0
+        self.trained: dict[str, Any] = {}
 
     # --- start and resume ---
 
-    def start(self, checkpoint: Mapping[str, Any] | None) -> None:
-        """Rehearses, then sets the state: as built, or as the checkpoint has it."""
+    def start(self, saved: Mapping[str, Any] | None) -> None:
+        """Rehearses, then sets the state: as built, or as a checkpoint has it.
+
+        Raises UserError for a checkpoint that does not fit.
+        """
         rules = self.config.stragglers
-        calibrates = checkpoint is None and must_measure(rules)
-        busy = self._rehearse(CALIBRATION_STEPS if calibrates else 0)
-        if checkpoint is None:
+        now = to_mapping(self.config)["stragglers"]
+        known = saved is not None and saved["config"]["stragglers"] == now
+        busy = self._rehearse(0 if known or not must_measure(rules) else CALIBRATION_STEPS)
+        if saved is not None:
+            self._load(saved)
+        if not known:
             self.calibrated = calibrate(rules, busy, self.config.timeout)
-        else:
-            self._load(checkpoint)
         self.balancer.agree_on_caps()
         rank = self.workers.rank
         mine = {c["rule"]: c["seconds"] for c in self.calibrated if c["rank"] == rank}
         self.stragglers = Stragglers(rules, rank, self.config.seed, mine)
         self.workers.check_replicas(self.module)
+        if saved is not None and saved["workers"]:
+            self._load_part(saved["workers"])
 
     def state(self) -> dict[str, Any]:
-        """All that a continued run needs; the random streams follow from seed, epoch and step."""
+        """All that a continued run needs: whole on rank 0 alone, but all workers must call it.
+
+        Raises UserError on all workers where something in it is not finite.
+        """
+        self.guard.settle()
+        parts: list[bytes] = []
+        if self.balancer.next_step > 0:
+            times = self.balancer.step_times()
+            part = own_part(self.module, self.workers.device, self.metrics, times)
+            parts = self.workers.collect(checkpoint.packed(part))
         return {
+            "world_size": self.workers.size,
             "next_epoch": self.next_epoch,
+            "epoch_began": self.began,
+            "trained": self.trained,
             "model": self.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "balancer": self.balancer.state_dict(),
             "calibrated": self.calibrated,
             "clocks": {"train": self.clocks.train, "total": self.clocks.total},
+            "workers": checkpoint.unpacked(parts),
         }
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        self.next_epoch = state["next_epoch"]
-        self.module.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.balancer.load_state_dict(state["balancer"])
-        self.calibrated = state["calibrated"]
-        self.clocks = Clocks(**state["clocks"])
+        """Sets what all workers have in common, and this worker's step times."""
+        own = dict(enumerate(state["workers"])).get(self.workers.rank)
+        try:
+            self.next_epoch, self.began = state["next_epoch"], state["epoch_began"]
+            self.trained, self.calibrated = state["trained"], state["calibrated"]
+            self.module.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.balancer.load_state_dict(state["balancer"], own and own["times"])
+            self.clocks = Clocks(**state["clocks"])
+        except PlanError:
+            raise
+        except _MISFITS as error:
+            raise UserError(f"the checkpoint does not fit this run: {error!r}") from error
+
+    def _load_part(self, parts: list[dict[str, Any]]) -> None:
+        """Sets what each worker has of its own inside an epoch."""
+        rank, size, balancer = self.workers.rank, self.workers.size, self.balancer
+        seed_dropout(self.config.seed, balancer.plan.epoch, rank)  # for a new worker
+        handled = balancer.plan.batch_sizes[: balancer.next_step].sum(0)
+        try:
+            restore_part(parts, rank, size, handled, self.module, self.metrics)
+        except _MISFITS as error:
+            raise UserError(f"the checkpoint does not fit this run: {error!r}") from error
 
     def _rehearse(self, measured_steps: int) -> np.ndarray:
         """Undelayed throw-away steps at an equal split; returns each worker's busy seconds, [n]."""
@@ -155,67 +206,104 @@ class Trainer:
         self.module.load_state_dict(built)
         self.optimizer = build_optimizer(self.config, self.module)
         self.clocks = Clocks()
+        self.guard.forget()
         measured, _ = typical(np.concatenate(busy)[-measured_steps or None :])
         return self.workers.gather(np.array([measured]))[:, 0]
 
     # --- one epoch ---
 
-    def run_epoch(self, epoch: int, console: Console) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Trains for one epoch, rebalances and evaluates; returns its record and step arrays."""
-        rate, before = self._set_learning_rate(epoch), self.clocks.train
+    def run_epoch(
+        self, epoch: int, console: Console, save: Callable[[], None]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Trains for one epoch, rebalances and evaluates; returns its record and step arrays.
+
+        Goes on inside the epoch where a checkpoint was loaded. save: called on all workers where a
+        checkpoint is due inside the epoch. Raises Preempted on all workers where one was asked to
+        stop, and UserError where a number is not finite.
+        """
+        rate = self._set_learning_rate(epoch)
+        if not self.trained:
+            self._begin(epoch)
+            while not self._train(epoch, console):
+                save()
+            self.trained = self._training_record(rate)
+        test = self._evaluate(epoch)
+        steps = {name: tensor.cpu().numpy() for name, tensor in self.trained["steps"].items()}
+        record = {
+            **self.trained["record"],
+            **{f"test_{name}": value for name, value in test.items()},
+            "total_seconds": self.clocks.total,
+        }
+        self.next_epoch, self.trained = epoch + 1, {}
+        return record, steps
+
+    def _begin(self, epoch: int) -> None:
+        """Makes ready for an epoch, unless it has begun already."""
+        if self.balancer.next_step == 0:
+            self.metrics, self.began = Metrics(self.workers.device), self.clocks.train
+            seed_dropout(self.config.seed, epoch, self.workers.rank)
+        balancer = self.balancer
+        balancer.before_ready = lambda: self.stragglers.apply(
+            balancer.clock, epoch, balancer.next_step
+        )
+
+    def _train(self, epoch: int, console: Console) -> bool:
+        """Trains to the epoch's end, or until a checkpoint is due inside it; whether it ended."""
+        self.module.train()
         with self.clocks.training():
-            metrics = self._train_epoch(epoch, console)
-            average_buffers(self.module, self.balancer.epoch_share())
-            times = self.balancer.step_times()  # on CUDA this waits for all that was queued
-        train, test = metrics.total(self.workers.sum), self._evaluate(epoch)
-        self.next_epoch = epoch + 1
+            batches = self.train_batches.batches(epoch)
+            steps = self.balancer.steps(batches, epoch, pause=self._pauses)
+            for images, labels in console.steps(steps, f"epoch {epoch + 1}"):
+                self._step(images, labels, self.metrics)
+            if ended := self.balancer.next_step == 0:
+                average_buffers(self.module, self.balancer.epoch_share())
+            self.balancer.step_times()  # on CUDA this waits for all that was queued
+        return ended
+
+    def _pauses(self, step: int) -> bool:
+        """Between two steps: whether a checkpoint is due. Raises Preempted and UserError."""
+        self.flag.check()
+        plan = self.balancer.plan
+        return checkpoint.is_due(self.config.checkpoint.every, plan.epoch, step, len(plan.starts))
+
+    def _step(self, images: Tensor, labels: Tensor, metrics: Metrics) -> None:
+        outputs, loss = self.exchange.learn(images, labels)
+        self.guard.add_loss(loss)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        metrics.add(outputs, labels, loss)
+
+    def _training_record(self, rate: float) -> dict[str, Any]:
+        """The epoch's record, but for the evaluation, and its step arrays."""
+        self.guard.settle()
+        train, times = self.metrics.total(self.workers.sum), self.balancer.step_times()
         gathered = self.workers.gather(np.stack([getattr(times, name) for name in PHASES]))
         phases = dict(zip(PHASES, gathered.transpose(1, 2, 0)))
-        plan, seconds = self.balancer.plan, self.clocks.train - before
+        plan, seconds = self.balancer.plan, self.clocks.train - self.began
         record = epoch_record(plan, phases, self.balancer.busy, self.balancer.partitioner) | {
             "learning_rate": rate,
             **{f"train_{name}": value for name, value in train.items()},
-            **{f"test_{name}": value for name, value in test.items()},
             "samples_per_second": train["samples"] / seconds,
             "allreduce_bytes": gradient_bytes(self.module) * len(plan.starts),
             "epoch_seconds": seconds,
             "train_seconds": self.clocks.train,
-            "total_seconds": self.clocks.total,
         }
-        return record, step_arrays(plan, phases)
-
-    def _train_epoch(self, epoch: int, console: Console) -> Metrics:
-        self.module.train()
-        # Dropout alone draws from PyTorch's own generator: a stream for each epoch and worker.
-        key = np.random.SeedSequence(
-            [_DROPOUT_STREAM, self.config.seed, epoch, self.workers.rank]
-        )
-        torch.manual_seed(int(key.generate_state(1)[0]))
-        metrics, balancer = Metrics(self.workers.device), self.balancer
-        balancer.before_ready = lambda: self.stragglers.apply(
-            balancer.clock, epoch, balancer.next_step
-        )
-        batches = self.train_batches.batches(epoch)
-        steps = balancer.steps(batches, epoch)
-        for images, labels in console.steps(steps, f"epoch {epoch + 1}"):
-            self._step(images, labels, metrics)
-        return metrics
-
-    def _step(self, images: Tensor, labels: Tensor, metrics: Metrics) -> None:
-        outputs, loss = self.exchange.learn(images, labels)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        metrics.add(outputs, labels, loss)
+        steps = step_arrays(plan, phases)
+        return {"record": record, "steps": {k: torch.as_tensor(v) for k, v in steps.items()}}
 
     @torch.no_grad()
     def _evaluate(self, epoch: int) -> dict[str, float | int]:
         """Loss and accuracy over the whole test set, each sample seen by exactly one worker."""
         self.module.eval()
         metrics = Metrics(self.workers.device)
-        for images, labels in self.test_batches.batches(epoch):
+        batches = self.test_batches.batches(epoch)
+        for images, labels in self.flag.between(batches, self.most_test_batches):
             outputs, loss = self._forward(self.module, images, labels)
             metrics.add(outputs, labels, loss)
-        return metrics.total(self.workers.sum)
+        total = metrics.total(self.workers.sum)
+        if not math.isfinite(total["loss"]):
+            raise UserError(f"not finite in epoch {epoch} (from 0): the loss over the test set")
+        return total
 
     def _forward(
         self, model: nn.Module, images: Tensor, labels: Tensor
@@ -237,6 +325,8 @@ class Trainer:
     def _test_shard(self, size: int) -> list[np.ndarray]:
         """This worker's test samples in batches: an even, contiguous part of the set."""
         edges = np.linspace(0, size, self.workers.size + 1).astype(np.int64)
+        most = int(np.diff(edges).max())
+        self.most_test_batches = -(-most // self.config.evaluation_batch_size)
         mine = np.arange(edges[self.workers.rank], edges[self.workers.rank + 1])
         return [
             mine[start : start + self.config.evaluation_batch_size]
@@ -245,43 +335,102 @@ class Trainer:
 
 
 def train(launch: Launch, workers: Workers) -> None:
-    """Trains from the last checkpoint, or from the start, to the end; rank 0 records."""
+    """Trains from the last checkpoint, or from the start, to the end; rank 0 records.
+
+    Ends early, with a checkpoint and the marker `preempted`, where a worker is asked to stop.
+    """
     config, console = launch.config, Console(workers.is_first)
-    folder, continued = _open_folder(launch, workers)
+    folder, found = _open_folder(launch, workers)
     prepared = workers.once_per_node(partial(prepare, config.data))
     data = open_data(config.data, config.seed, prepared)
     check_steps(config, len(data.train), workers.size)
-    trainer = Trainer(config, workers, data, _replay(config, workers))
-    checkpoint = None
-    if continued:
-        content = workers.broadcast_bytes(folder.checkpoint_bytes())
-        checkpoint = load_state(content, folder.path, workers.device)
-    trainer.start(checkpoint)
-    workers.once(lambda: folder.replace(config))
-    folder.records = workers.once(lambda: folder.keep_epochs(trainer.next_epoch))
-    facts = _facts(trainer, data)
-    folder.write_provenance(facts)
-    console.say(headline(config, facts, folder.path))
-    console.start(config.epochs, trainer.next_epoch, len(trainer.balancer.sampler))
+    with listening() as request:
+        asked = partial(_asked, request)
+        trainer = Trainer(config, workers, data, _replay(config, workers), asked)
+        records = _start(trainer, folder, found, console)
+        facts = _facts(trainer, data)
+        workers.once(lambda: folder.write_provenance(facts))
+        console.say(headline(config, facts, folder.path))
+        try:
+            _run(trainer, folder, records, console)
+        except Preempted:
+            request.heard.set()
+            _stop(trainer, folder, request, console)
+            return
+    console.say(summary(records, facts["devices"]))
+
+
+def _start(
+    trainer: Trainer, folder: RunFolder, found: str, console: Console
+) -> list[dict[str, Any]]:
+    """Brings the trainer to where the run begins or goes on; the records of the epochs before."""
+    config, workers = trainer.config, trainer.workers
+    saved = None
+    if found == CONTINUES:
+        for line in workers.once(lambda: folder.find_checkpoint(config, workers.size)):
+            console.say(line)
+        content = workers.broadcast_bytes(folder.found)
+        saved = checkpoint.load(content, folder.path / checkpoint.NEWEST, workers.device)
+        folder.found = None
+    trainer.start(saved)
+    if found == REPLACES:
+        workers.once(folder.replace)
+    return workers.once(lambda: folder.restore(saved))
+
+
+def _run(
+    trainer: Trainer, folder: RunFolder, records: list[dict[str, Any]], console: Console
+) -> None:
+    """All epochs that are left, and the end; `records` gets those that are done."""
+    config, workers, every = trainer.config, trainer.workers, trainer.config.checkpoint.every
+    save = partial(_save, trainer, folder)
+    steps_per_epoch = len(trainer.balancer.plan.starts)
+    done = trainer.next_epoch * steps_per_epoch + trainer.balancer.next_step
+    console.start(config.epochs * steps_per_epoch, done)
     for epoch in range(trainer.next_epoch, config.epochs):
-        record, steps = trainer.run_epoch(epoch, console)
-        folder.append_epoch(record, steps)
-        folder.save_checkpoint(trainer.state())
+        record, steps = trainer.run_epoch(epoch, console, save)
+        workers.once(partial(folder.append_epoch, record, steps))
+        records.append(record)
+        last = epoch + 1 == config.epochs
+        if last or checkpoint.is_due(every, epoch, steps_per_epoch, steps_per_epoch):
+            save()
         console.say(epoch_line(record, config.epochs))
+    trainer.flag.finish()
     console.close()
-    folder.finish(trainer.module.state_dict())
-    console.say(summary(folder.records, facts["devices"]))
+    workers.once(lambda: folder.finish(trainer.module.state_dict()))
 
 
-def _open_folder(launch: Launch, workers: Workers) -> tuple[RunFolder | NoFolder, bool]:
-    """The run's folder, which rank 0 alone decides and opens; and whether a run in it goes on."""
-    config = launch.config
-    folder = (RunFolder if workers.is_first else NoFolder)(run_folder(launch))
+def _save(trainer: Trainer, folder: RunFolder) -> None:
+    state = trainer.state()
+    trainer.workers.once(lambda: folder.save_checkpoint(state))
+
+
+def _stop(trainer: Trainer, folder: RunFolder, request: Request, console: Console) -> None:
+    """What is done where all workers have agreed to stop: a checkpoint, and a marker beside it."""
+    console.close()
+    _save(trainer, folder)
+    signals = [name for name in trainer.workers.gather_json(request.signal) if name is not None]
+    place = {"epoch": trainer.next_epoch, "step": trainer.balancer.next_step}
+    trainer.workers.once(lambda: folder.mark_preempted({"signal": signals[0], **place}))
+    where = f"step {place['step']}" if not trainer.trained else "its evaluation"
+    console.say(
+        f"asked to stop ({signals[0]}): saved at epoch {place['epoch'] + 1}, {where}; the same "
+        "command goes on from there"
+    )
+
+
+def _asked(request: Request) -> bool:
+    return request.signal is not None
+
+
+def _open_folder(launch: Launch, workers: Workers) -> tuple[RunFolder, str]:
+    """The run's folder, which rank 0 alone decides and opens; and what it holds."""
+    config, folder = launch.config, RunFolder(run_folder(launch))
     # A launcher's restart continues the run whose start may have been told to overwrite.
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     overwrite = launch.overwrite and not restarted
-    continued = workers.once(lambda: folder.open(config, workers.size, launch.resume, overwrite))
-    return folder, continued
+    resume = "auto" if restarted else launch.resume
+    return folder, workers.once(lambda: folder.open(config, workers.size, resume, overwrite))
 
 
 def _replay(config: Config, workers: Workers) -> dict[int, np.ndarray] | None:

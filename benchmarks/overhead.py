@@ -7,7 +7,8 @@ optimizer, in the same two processes (gloo, one thread each), a few steps at a t
 
 plain    DistributedDataParallel as it comes, and no more than forward, backward and step
 lean     the same loop, with the options that balancer.wrap gives DistributedDataParallel
-ddp      the trainer's: sampler, weighted buckets, busy times, metrics; equal shares, no delay
+ddp      the trainer's: sampler, weighted buckets, busy times, metrics, the flag to stop, the look
+         for numbers that are not finite; equal shares, no delay
 flat     the trainer's with one all-reduce after the backward pass
 
 Fetching, augmenting and normalising images, which cost all loops the same, are left out, so the
@@ -198,7 +199,9 @@ class Ours:
         data = Data(images, images, classes, ones, ones, SIDE)
         self._trainer = Trainer(config, workers, data)
         self._metrics = Metrics(workers.device)
-        self._steps = self._trainer.balancer.steps(self._drawn(batches), 0)
+        self._steps = self._trainer.balancer.steps(
+            self._drawn(batches), 0, pause=self._trainer._pauses
+        )
 
     def run(self, steps: int) -> None:
         self._trainer.module.train()

@@ -33,7 +33,8 @@ SHORTCUTS = {
 # Keys that do not name a run: they have their own level in the run's path, or change no result.
 UNNAMED = (
     "name", "algorithm", "seed", "output", "threads", "timeout",
-    "data.cache", "data.loader_workers", "data.memory_limit_gib",
+    "data.cache", "data.loader_workers", "data.memory_limit_gib", "checkpoint.every",
+    "checkpoint.keep",
 )  # fmt: skip
 LONGEST_SUFFIX = 80  # characters in a run's name for the overrides
 

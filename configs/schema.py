@@ -16,6 +16,7 @@ from configs.filling import fill, setting
 
 __all__ = [
     "ALGORITHMS",
+    "CheckpointConfig",
     "Config",
     "DataConfig",
     "ModelConfig",
@@ -166,6 +167,22 @@ class PartitionConfig:
 
 
 @dataclass(frozen=True)
+class CheckpointConfig:
+    """When a run is saved, so that it can go on after an interruption."""
+
+    every: str | int = setting(
+        "epoch",
+        "When to save: after each epoch, each N epochs, or each so many steps.",
+        pattern=r"epoch|[1-9][0-9]{0,8} epochs",
+        pattern_meaning="epoch or N epochs",
+        at_least=1,
+    )
+    keep: int = setting(
+        2, "How many to keep; of more than one, an older one replaces a damaged one.", at_least=1
+    )
+
+
+@dataclass(frozen=True)
 class StragglerRule:
     """A delay of some workers in each step; keys that the kind does not use stay null."""
 
@@ -236,6 +253,9 @@ class Config:
         choices=("uniform", "share", "share-over-n"),
     )
     stragglers: tuple[StragglerRule, ...] = setting((), "Delays to inject, one rule each.")
+    checkpoint: CheckpointConfig = setting(
+        CheckpointConfig(), "When the run's state is saved."
+    )
     exchange: str = setting(
         "ddp",
         "Gradient all-reduce by DistributedDataParallel or as one flat buffer.",

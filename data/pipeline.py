@@ -7,7 +7,9 @@ normalise whole batches on the device.
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -149,7 +151,7 @@ class LoaderPipeline(Pipeline):
                 "persistent_workers": True,
                 "prefetch_factor": prefetch,
                 "multiprocessing_context": start_method,
-                "worker_init_fn": _ignore_interrupts,
+                "worker_init_fn": _end_by_parent_alone,
             }
         self._loader = DataLoader(
             _Reader(images),
@@ -250,6 +252,16 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _ignore_interrupts(worker: int) -> None:
-    """Ctrl-C reaches the whole process group, but ending is for the training process to decide."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _end_by_parent_alone(worker: int) -> None:
+    """Ctrl-C and a scheduler's signals reach this process too, but the training process decides
+    when it ends: it alone may send SIGTERM."""
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_wait_for_parent, args=(os.getppid(),), daemon=True).start()
+
+
+def _wait_for_parent(parent: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)

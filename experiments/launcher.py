@@ -82,12 +82,12 @@ def end(process: subprocess.Popen) -> None:
 
 
 def _end(process: subprocess.Popen) -> None:
-    family = _descendants(process.pid)
+    family = descendants(process.pid)
     process.terminate()
     try:
         process.wait(GRACE_SECONDS)
     except subprocess.TimeoutExpired:
-        family |= _descendants(process.pid)
+        family |= descendants(process.pid)
         process.kill()
         process.wait()
     # The start time tells a process from a later one with its number.
@@ -107,7 +107,7 @@ def _ended_within(process: subprocess.Popen, seconds: float) -> int | None:
         return None
 
 
-def _descendants(pid: int) -> set[tuple[int, int]]:
+def descendants(pid: int) -> set[tuple[int, int]]:
     """(process id, start time) of all children of `pid`, their children, and so on."""
     parents = _processes()
     found: set[tuple[int, int]] = set()

@@ -19,7 +19,14 @@ from experiments.grid import Experiment, PlannedRun
 from experiments.launcher import Launcher
 from experiments.prediction import Prediction, Predictor
 from experiments.progress import Progress, duration
-from recorder import CONFIG, MAY_DIFFER, count_epochs, is_finished, recorded_workers
+from recorder import (
+    CONFIG,
+    MAY_DIFFER,
+    PREEMPTED,
+    count_epochs,
+    is_finished,
+    recorded_workers,
+)
 from stragglers import must_measure
 
 STOP = "stop"  # a file of this name in the output folder ends the sitting after the present run
@@ -93,6 +100,11 @@ class Sitting:
                     progress.say(f"stopped ({why}): {len(left) - number} runs are left")
                     break
                 self._make(left, number, progress)
+                if (run.folder / PREEMPTED).exists():
+                    progress.say(
+                        f"stopped: {run.title} was asked to; {len(left) - number} are left"
+                    )
+                    break
         finally:
             progress.close()
 
@@ -135,6 +147,8 @@ class Sitting:
         if code == 0 and is_finished(run.folder):
             self._predictor.learn(run, None if continued else seconds)
             progress.say(f"{place} {run.title}: done in {spent}")
+            return
+        if (run.folder / PREEMPTED).exists():
             return
         self.failed.append(f"{run.title}: exit code {code}, see {log}")
         progress.say(f"{place} {run.title}: failed after {spent}")

@@ -437,3 +437,52 @@ def test_replay_takes_the_recorded_sizes_and_refuses_others():
     for epoch in (1, 2):
         with pytest.raises(PlanError, match="replay"):
             balancer.plan_epoch(epoch)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_plan_keeps_what_other_workers_have_done_of_it(size):
+    before = lone(65, 10, "static", [3, 1], size=2)
+    before.plan_epoch(1)
+    before.plan.batch_sizes[2:] = [4, 6]
+    before.plan.batch_sizes[-1] = [3, 2]
+    state = {**before.state_dict(), "next_step": 4, "segment": 2}
+    after = lone(65, 10, "equal", rank=size - 1, size=size)
+    after.load_state_dict(state)
+    assert [sizes for step, sizes in after.plan.changes() if step < 4] == [[8, 2], [4, 6]]
+    ahead = after.plan.batch_sizes[4:, :size]
+    assert ahead.tolist()[:2] == ([[10]] * 2, [[4, 6]] * 2, [[4, 3, 3]] * 2)[size - 1]
+    assert after.plan.batch_sizes.sum(1).tolist() == [10] * 6 + [5]
+    assert after.plan.joined() == (0 if size == 2 else 4)
+    assert after.epoch_share() > 0
+    # What was measured before does not count with others, nor where it is not known.
+    assert (after.next_step, after._segment) == (4, 4)
+    seen = shards_of(after, 1)
+    assert len(seen) == 3 and len(after.step_times().busy) == 7
+    # From there it can be saved and goes on again.
+    twin = lone(65, 10, "equal", rank=size - 1, size=size)
+    twin.load_state_dict({**after.state_dict(), "next_step": 5})
+    assert twin.plan.changes() == after.plan.changes()
+    assert shards_of(twin, 1) == seen[1:]
+
+
+def test_steps_pause_where_they_are_told_and_go_on():
+    paused, whole = lone(100, 10, seed=3), lone(100, 10, seed=3)
+    asked: list[int] = []
+
+    def pause(step: int) -> bool:
+        asked.append(step)
+        return step in (3, 7)
+
+    seen, parts = [], 0
+    while not seen or paused.next_step > 0:
+        parts += 1
+        for index in paused.steps(paused.sampler, 0, pause=pause):
+            paused.clock.mark("ready")
+            paused.clock.mark("exchanged")
+            seen.append(index)
+    assert seen == shards_of(whole, 0) and parts == 3
+    assert asked == list(range(1, 10))  # not after the last
+    times = paused.step_times()
+    assert len(times.busy) == 10 and (times.busy > 0).all()
+    # The one rebalance at the end counts the steps before the pauses as well.
+    assert np.isfinite(paused.busy).all()

@@ -10,7 +10,11 @@ import pytest
 import torch
 from processes import run_trainer, run_workers, values
 from test_balancer import backward, exchanged
+from test_interruption import broken
+from test_resume import interrupt
 from torch import nn
+from training import launch
+from training import train as train_shortly
 
 from balancer import Balancer
 from cluster import join
@@ -101,3 +105,21 @@ def test_one_epoch_of_resnet50(tmp_path):
     (record,) = train(tmp_path, 1, "--config", "resnet50-low", "stragglers=[]", "epochs=1",
                       "device=cuda")  # fmt: skip
     assert np.isfinite(record["train_loss"]) and record["test_samples"] == 300
+
+
+def test_a_run_goes_on_on_another_device_from_inside_an_epoch(tmp_path):
+    """Saved on the GPU, continued on the CPU, and the other way round."""
+    options = {"model__name": "resnet20", "precision": "fp32", "checkpoint__every": 2}
+    for first, second in (("cuda", "cpu"), ("cpu", "cuda")):
+        folder = tmp_path / first
+        interrupt(folder, 1, "save_checkpoint", 4, **options, device=first, limit=200.0)
+        run = train_shortly(folder, 1, **options, device=second, limit=200.0)
+        assert run.column("epoch") == [0, 1, 2] and np.isfinite(run.flat()).all()
+
+
+def test_a_gradient_that_is_not_finite_is_named_on_a_gpu(tmp_path):
+    outcomes = launch(
+        tmp_path, 1, target=broken, before=("gradient", "0", 2 + 4 + 3), device="cuda", limit=200.0
+    )
+    assert outcomes[0].code == 2
+    assert "epoch 1, step 2 (both from 0): the gradient of rank 0" in outcomes[0].output

@@ -407,3 +407,44 @@ def test_state_goes_on_exactly():
         partitioner.rebalance(partitioner.batch_sizes, [0.11, 0.16, 0.14])
     assert (first.shares == second.shares).all()
     assert first.state_dict() == second.state_dict()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    data=st.data(), before=st.integers(1, 6), after=st.integers(1, 6),
+    policy=st.sampled_from(["equal", "proportional", "affine"]), measured=st.integers(0, 3),
+)  # fmt: skip
+def test_another_number_of_workers_takes_over_what_still_holds(
+    data, before, after, policy, measured
+):
+    batch = 96
+    first = Partitioner(before, batch, policy, max_batch=[batch - rank for rank in range(before)])
+    for _ in range(measured):
+        times = data.draw(st.lists(positive(), min_size=before, max_size=before))
+        first.rebalance(first.batch_sizes, times)
+    state = first.state_dict()
+    second = Partitioner(after, batch, policy)
+    second.load_state_dict(state)
+    assert second.batch_sizes.sum() == batch and second.batch_sizes.min() >= 1
+    assert second.shares.sum() == pytest.approx(1)
+    stay = min(before, after)
+    caps = [batch - rank if rank < stay else batch for rank in range(after)]
+    assert second.maximum.tolist() == caps
+    if policy == "equal":
+        assert second.shares == pytest.approx(1 / after)
+    else:
+        # In the old relation to each other, and as the mean of those that stay.
+        old, new = np.array(state["shares"]), second.shares
+        assert new[:stay] / new[0] == pytest.approx(old[:stay] / old[0])
+        assert new[stay:] == pytest.approx(new[:stay].mean())
+    then, now = state["time_model"], second.state_dict()["time_model"]
+    assert all(now[name][:stay] == then[name][:stay] for name in then)
+    if measured == 0:
+        assert second.time_model.fit() is None and not second.time_model.known
+    elif after > before:
+        # At the mean batch size a new worker is expected to take the mean time.
+        a, d = second.time_model.fit()
+        size, time = np.mean(then["size"]), np.mean(then["time"])
+        assert a[before:] * size + d[before:] == pytest.approx(time)
+        assert not second.time_model.known
+    second.rebalance(second.batch_sizes, np.full(after, 0.1))

@@ -220,9 +220,7 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "runs"
 
 
-@pytest.mark.parametrize(
-    "name", ["checkpoint.pt", "steps.npz", "epochs.jsonl", "config.yaml", "provenance.json"]
-)
+@pytest.mark.parametrize("name", ["checkpoint.pt", "config.yaml", "provenance.json"])
 @pytest.mark.parametrize("content", [b"", b"\xff no such thing\n"])
 def test_a_damaged_file_of_an_unfinished_run_is_named_by_every_worker(
     tmp_path, interrupted, name, content
@@ -235,6 +233,15 @@ def test_a_damaged_file_of_an_unfinished_run_is_named_by_every_worker(
         assert outcome.code == 2, outcome.output
         assert outcome.output.startswith(f"trainer.py: error: rank {rank}: ")
         assert outcome.output.count("\n") == 1 and name in outcome.output
+
+
+@pytest.mark.parametrize("name", ["steps.npz", "epochs.jsonl"])
+def test_records_that_are_damaged_or_half_written_are_put_right(tmp_path, interrupted, name):
+    shutil.copytree(interrupted, tmp_path / "runs")
+    file = run_path(tmp_path) / name
+    file.write_bytes(file.read_bytes()[:-7])
+    continued = train(tmp_path, 2, **LENET)
+    check_equal(continued, train(tmp_path / "undisturbed", 2, **LENET))
 
 
 def test_a_half_written_last_line_is_dropped(tmp_path, interrupted):

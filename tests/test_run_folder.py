@@ -240,12 +240,6 @@ def test_another_straggler_does_not_continue_an_unfinished_run(tmp_path, unfinis
     check_refused(folder, outcomes, before, "another stragglers.0.factor:")
 
 
-def test_another_number_of_workers_does_not_continue_an_unfinished_run(tmp_path, unfinished):
-    folder = copied(unfinished, tmp_path)
-    before = content(folder / "runs")
-    check_refused(folder, launch(folder, 3, **OPTIONS), before, "2 workers, not 3")
-
-
 def test_algorithms_and_seeds_have_folders_of_their_own(tmp_path, finished):
     folder = copied(finished, tmp_path)
     before = content(folder / "runs")

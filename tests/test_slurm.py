@@ -48,7 +48,10 @@ def got(done: subprocess.CompletedProcess) -> tuple[list[str], str, list[str | N
     return [Path(program).name, *words], place, variables
 
 
-MEETING = ["--rdzv-backend=c10d", "--rdzv-endpoint=n1:24567", "--rdzv-id=1234567"]
+MEETING = [
+    "--rdzv-backend=c10d", "--rdzv-endpoint=n1:24567", "--rdzv-id=1234567",
+    "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+]  # fmt: skip
 
 
 def test_a_set_is_made_by_one_reproduce_py_that_starts_each_run_on_all_nodes(tmp_path):

@@ -1,0 +1,68 @@
+"""Writing files so that a crash, or a full disk, leaves the old content or the new, never half."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from configs.errors import UserError
+
+Buffer = bytes | memoryview
+
+
+def write(path: Path, content: Buffer) -> None:
+    """Writes a file by way of a temporary one in the same folder, flushed to disk and renamed.
+
+    Raises UserError where the disk refuses; the old file then stays, and nothing temporary is left.
+    """
+    replace(stage(path, content), path)
+
+
+def stage(path: Path, content: Buffer) -> Path:
+    """The temporary file, whole and on disk, that `replace` puts in the place of `path`."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise _refusal(path, error) from error
+    return temporary
+
+
+def replace(temporary: Path, path: Path) -> None:
+    """Renames what `stage` gave, durably."""
+    os.replace(temporary, path)
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def append(path: Path, content: bytes) -> None:
+    """Adds to a file's end, durably. Raises UserError where the disk refuses: all or nothing."""
+    with open(path, "ab", buffering=0) as file:
+        before = os.path.getsize(path)
+        try:
+            while content:
+                content = content[file.write(content) :]
+            os.fsync(file.fileno())
+        except OSError as error:
+            file.truncate(before)
+            raise _refusal(path, error) from error
+
+
+def drop_temporary(folder: Path) -> None:
+    """Deletes what writers that were killed have left."""
+    for file in folder.glob(".*.tmp"):
+        file.unlink(missing_ok=True)
+
+
+def _refusal(path: Path, error: OSError) -> UserError:
+    return UserError(
+        f"{path} cannot be written ({error.strerror or error}): free or repair the disk, then give "
+        "the same command again"
+    )

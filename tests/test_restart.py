@@ -1,0 +1,155 @@
+"""torchrun: restarts after a kill, and a launcher that is asked to end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+from test_launch import free_port
+from test_resume import LENET, READ_AHEAD, check_equal
+from training import read, run_path, short_config, train
+
+from experiments.launcher import descendants, end
+
+TESTS = Path(__file__).resolve().parent
+
+
+ALONE = ("--standalone", "--nproc-per-node=2")
+
+
+def torchrun(folder: Path, *options: str, fates: Any, **changes: Any) -> subprocess.Popen:
+    """torchrun with mortal workers, in a session of its own."""
+    folder.mkdir(exist_ok=True)
+    config = folder / "config.yaml"
+    config.write_text(yaml.safe_dump(short_config(**changes)))
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--monitor-interval=0.1", *options),
+        *(str(TESTS / "mortal.py"), "--config", str(config), "--output", str(folder / "runs")),
+    ]
+    with open(folder / "log", "a") as log:
+        return subprocess.Popen(
+            command,
+            # The last is what several nodes need: see README.md.
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "FATES": json.dumps(fates),
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(int(options[0] not in ALONE)),
+            },
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def left_over(folder: Path) -> list[str]:
+    """Command lines of processes that name the folder."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = file.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if str(folder) in line:
+            found.append(line)
+    return found
+
+
+OPTIONS = {**LENET, **READ_AHEAD, "epochs": 3, "checkpoint__every": 3}
+
+
+def test_killed_workers_are_restarted_and_the_run_goes_on_by_itself(tmp_path):
+    """Worker 1 in the first epoch's last step, then worker 0, which holds the folder's lock."""
+    fates = {"0": [1, 2 + 4], "1": [0, 2 + 3]}
+    process = torchrun(tmp_path / "killed", *ALONE, "--max-restarts=3", fates=fates, **OPTIONS)
+    try:
+        assert process.wait(120) == 0, (tmp_path / "killed" / "log").read_text()[-3000:]
+    finally:
+        end(process)
+    continued = read(tmp_path / "killed")
+    check_equal(continued, train(tmp_path / "undisturbed", 2, **OPTIONS))
+    # Each of the two restarts went on from a checkpoint.
+    assert len(continued.provenance["continued"]) == 2
+    assert {file.name for file in continued.path.iterdir()} == {
+        "config.yaml", "provenance.json", "epochs.jsonl", "steps.npz", "final.pt"
+    }  # fmt: skip
+    assert left_over(tmp_path) == []
+
+
+def test_a_launcher_that_is_asked_to_end_leaves_a_run_to_go_on_with(tmp_path):
+    options = {**OPTIONS, "epochs": 400}
+    folder = tmp_path / "ended"
+    process = torchrun(folder, *ALONE, fates={}, **options)
+    try:
+        deadline = time.monotonic() + 90
+        while not list(folder.rglob("checkpoint.pt")) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+    finally:
+        end(process)
+    path = run_path(folder)
+    marker = json.loads((path / "preempted").read_text())
+    assert marker["signal"] == "SIGTERM" and left_over(tmp_path) == []
+    assert not (path / "final.pt").exists() and "Traceback" not in _workers_words(folder)
+
+
+def test_when_a_node_is_lost_the_rest_goes_on(tmp_path):
+    """Two launchers, of which the one that does not host the rendezvous is killed."""
+    options = {**OPTIONS, "precision": "fp64", "epochs": 100, "data__loader_workers": 0}
+    folder = tmp_path / "elastic"
+    port = free_port()
+    elastic = [
+        "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=job", "--local-addr=127.0.0.1",
+        "--rdzv-conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3",
+    ]  # fmt: skip
+    nodes = [torchrun(folder, *elastic, fates={}, **options) for _ in range(2)]
+    try:
+        deadline = time.monotonic() + 90
+        while 2 not in _workers(folder) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        host = next(node for node in nodes if _listens(node.pid, port))
+        (lost,) = (node for node in nodes if node is not host)
+        for pid in [*(pid for pid, _ in descendants(lost.pid)), lost.pid]:
+            os.kill(pid, signal.SIGKILL)
+        assert host.wait(120) == 0, (folder / "log").read_text()[-3000:]
+    finally:
+        for node in nodes:
+            end(node)
+    run = read(folder)
+    assert run.column("epoch") == list(range(100))
+    # It may have begun with one of them, before the other had joined.
+    assert 2 in _workers(folder) and _workers(folder)[-1] == 1
+    whole = train(tmp_path / "undisturbed", 1, **options)
+    assert abs(run.flat() - whole.flat()).max() < 1e-9
+    assert left_over(tmp_path) == []
+
+
+def _workers(folder: Path) -> list[int]:
+    """How many workers each recorded epoch had."""
+    lines = [line for file in folder.rglob("epochs.jsonl") for line in file.read_text().split("\n")]
+    return [len(json.loads(line)["shares"]) for line in lines[:-1]]
+
+
+def _listens(pid: int, port: int) -> bool:
+    """Whether it is this process that listens at the port."""
+    lines = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()
+    fields = [line.split() for line in lines.splitlines()]
+    listening = {
+        f"socket:[{f[9]}]" for f in fields if f[3] == "0A" and f[1].endswith(f":{port:04X}")
+    }
+    links = [os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir() if file.is_symlink()]
+    return bool(listening & set(links))
+
+
+def _workers_words(folder: Path) -> str:
+    """What the workers have said; torchrun itself tells of its signal in a traceback."""
+    return (folder / "log").read_text().partition("closing signal SIGTERM")[0]
