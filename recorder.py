@@ -10,10 +10,12 @@ from __future__ import annotations
 import fcntl
 import io
 import json
+import math
 import os
 import platform
 import shutil
 import subprocess
+import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -27,7 +29,8 @@ import yaml
 
 from balancer import EpochPlan
 from configs.errors import UserError
-from configs.files import read_mapping
+from configs.files import JSON_BYTES, parse_json, read_json, read_mapping, read_text
+from configs.filling import printable
 from configs.schema import Config, differences, from_mapping, to_mapping
 from partitioner import Partitioner
 
@@ -69,11 +72,11 @@ class RunFolder:
         resume: `auto` continues an unfinished run, `never` refuses to touch it; overwrite: what the
         folder holds is to be deleted, which `replace` does.
         """
-        self._replaces = overwrite and self.path.exists()
-        if self._replaces and not (self.path / CONFIG).exists() and any(self.path.iterdir()):
-            raise UserError(f"{self.path} holds no run: --overwrite does not delete it")
-        continued = not self._replaces and self._continues(config, workers, resume)
         try:
+            self._replaces = overwrite and self.path.exists()
+            if self._replaces and not (self.path / CONFIG).exists() and any(self.path.iterdir()):
+                raise UserError(f"{self.path} holds no run: --overwrite does not delete it")
+            continued = not self._replaces and self._continues(config, workers, resume)
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock()
         except OSError as error:
@@ -95,15 +98,18 @@ class RunFolder:
         """Writes provenance.json; a continued run keeps the first start's facts and adds these."""
         path = self.path / PROVENANCE
         if path.exists():
-            first = _read_json(path)
-            facts = {**first, "continued": [*first.get("continued", []), facts]}
+            first = _read_object(path)
+            later = first.get("continued", [])
+            if not isinstance(later, list):
+                raise UserError(f"{path}: its 'continued' is no list: put the file back")
+            facts = {**first, "continued": [*later, facts]}
         text = json.dumps(facts, indent=2, ensure_ascii=False) + "\n"
         _write(self.path / PROVENANCE, lambda file: file.write(text.encode()))
 
     def append_epoch(self, record: Mapping[str, Any], steps: Mapping[str, np.ndarray]) -> None:
         """Adds a line to epochs.jsonl and this epoch's arrays, [steps, …] each, to steps.npz."""
         with open(self.path / EPOCHS, "ab") as file:
-            file.write((json.dumps(record) + "\n").encode())
+            file.write((json.dumps(_for_json(record), allow_nan=False) + "\n").encode())
             _flush(file)
         self.records.append(record)
         self._steps.append({k: np.asarray(steps[k], kind) for k, kind in _STEP_ARRAYS.items()})
@@ -257,6 +263,15 @@ def _git(repository: Path, *arguments: str) -> str | None:
         return None
 
 
+def _for_json(value: Any) -> Any:
+    """The value with null for each number that JSON lacks: infinity and not-a-number."""
+    if isinstance(value, Mapping):
+        return {key: _for_json(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_for_json(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def _write(path: Path, fill: Callable[[BinaryIO], Any]) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     with open(temporary, "wb") as file:
@@ -368,7 +383,14 @@ def read_run(path: Path | str) -> Run:
     epochs = _epoch_lines(path)
     if not epochs:
         raise UserError(f"{path / EPOCHS} has no epoch yet")
-    config, facts = read_mapping(path / CONFIG), _read_json(path / PROVENANCE)
+    for number, record in enumerate(epochs):
+        if record["epoch"] != number:
+            raise UserError(
+                f"{path / EPOCHS} line {number + 1} is of epoch {printable(record['epoch'])}, not "
+                f"{number}: it must hold each epoch once and in order"
+            )
+    config, facts = read_mapping(path / CONFIG), _read_object(path / PROVENANCE)
+    from_mapping(config, where=printable(str(path / CONFIG)))
     return Run(path, config, facts, epochs, _read_steps(path))
 
 
@@ -394,15 +416,20 @@ def count_epochs(path: Path) -> int:
 def recorded_workers(path: Path) -> int | None:
     """The number of workers of the run in a folder; None where it has not got so far."""
     file = path / PROVENANCE
-    return _read_json(file).get("world_size") if file.exists() else None
+    if not file.exists():
+        return None
+    workers = _read_object(file).get("world_size")
+    if not _is_count(workers):
+        raise UserError(f"{file} has no number of workers: put it back, or remove the folder")
+    return workers
 
 
 def batch_sizes_by_epoch(path: Path | str) -> list[list[list[int]]]:
     """The batch sizes of a run's every step: by epoch, step and worker. Raises UserError."""
-    if not (Path(path) / EPOCHS).exists():
+    if not os.path.exists(Path(path) / EPOCHS):
         raise UserError(f"partition.replay: {path} is no run's folder: it has no {EPOCHS}")
     steps = _read_steps(Path(path))
-    epochs = range(int(steps["epoch"].max()) + 1)
+    epochs = range(int(steps["epoch"][-1]) + 1 if len(steps["epoch"]) else 0)
     return [steps["batch_sizes"][steps["epoch"] == epoch].tolist() for epoch in epochs]
 
 
@@ -422,48 +449,68 @@ def _epoch_lines(path: Path) -> list[dict[str, Any]]:
     file = path / EPOCHS
     if not file.exists():
         return []
-    lines = _text(file).split("\n")
+    lines = read_text(file, JSON_BYTES).split("\n")
     # What stands after the last line end was being written when the run was cut off.
-    records = [_object(line, f"{file} line {n}") for n, line in enumerate(lines[:-1], 1)]
+    records = [
+        _object(parse_json(line, f"{file} line {n}"), f"{file} line {n}")
+        for n, line in enumerate(lines[:-1], 1)
+    ]
     for number, record in enumerate(records, 1):
-        if not isinstance(record.get("epoch"), int):
+        if not _is_count(record.get("epoch", None), least=0):
             raise UserError(f"{file} line {number} has no epoch number")
     return records
 
 
 def _read_steps(path: Path) -> dict[str, np.ndarray]:
     file = path / STEPS
+    if not file.is_file():  # reading a pipe might never end
+        raise UserError(f"{file} cannot be read: there is no such file")
     try:
         with np.load(file, allow_pickle=False) as arrays:
-            return {name: arrays[name] for name in _STEP_ARRAYS}
+            _refuse_compressed(arrays.zip)
+            steps = {name: arrays[name] for name in _STEP_ARRAYS}
     except (OSError, KeyError, ValueError, EOFError) as error:
         raise UserError(f"{file} cannot be read: {_one_line(error)}") from error
     except Exception as error:  # zipfile and zlib raise types of their own for damaged files
         raise UserError(f"{file} is damaged: {_one_line(error)}") from error
+    _check_steps(steps, file)
+    return steps
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    return _object(_text(path), str(path))
+def _refuse_compressed(archive: zipfile.ZipFile) -> None:
+    """Records are written without compression: a small file cannot unfold to fill the memory."""
+    for member in archive.infolist():
+        if member.compress_type != zipfile.ZIP_STORED or member.file_size > member.compress_size:
+            raise ValueError(f"{member.filename} is compressed, which no record is")
 
 
-def _object(text: str, where: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where} is not JSON: {_one_line(error)}") from error
+def _check_steps(steps: Mapping[str, np.ndarray], file: Path) -> None:
+    """Raises UserError unless the arrays are numbers of one length and epochs come in order."""
+    epoch = steps["epoch"]
+    for name, array in steps.items():
+        number = "iu" if np.issubdtype(_STEP_ARRAYS[name], np.integer) else "f"
+        dimensions = 1 if name in ("epoch", "step") else 2
+        if array.dtype.kind not in number or array.ndim != dimensions:
+            raise UserError(f"{file} is damaged: '{name}' is {array.dtype} {list(array.shape)}")
+        if len(array) != len(epoch):
+            raise UserError(f"{file} is damaged: '{name}' has {len(array)} of {len(epoch)} steps")
+    if len(epoch) and (epoch[0] != 0 or not np.isin(np.diff(epoch.astype(float)), (0, 1)).all()):
+        raise UserError(f"{file} is damaged: its epochs are not in order from 0")
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    return _object(read_json(path), str(path))
+
+
+def _object(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{where} is not a JSON object")
     return value
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {_one_line(error)}") from error
+def _is_count(value: object, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
-
-
+    return printable(" ".join(str(error).split()) or type(error).__name__)

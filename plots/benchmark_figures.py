@@ -9,7 +9,6 @@ writes the record's figure as SVG and PNG. Needs its JSON file alone.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from configs.errors import UserError
+from configs.files import read_json
 from plots import style
 
 COLUMNS = 2
@@ -154,10 +154,7 @@ def write_figure(path: Path, folder: Path) -> list[Path]:
 
     Raises UserError where the file holds no results of a benchmark that has a figure.
     """
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: not a benchmark's JSON file ({error})") from error
+    document = read_json(path)
     name = document.get("benchmark") if isinstance(document, dict) else None
     if name not in FIGURES:
         known = ", ".join(FIGURES)
@@ -167,7 +164,10 @@ def write_figure(path: Path, folder: Path) -> list[Path]:
     except OSError as error:
         raise UserError(f"{folder}: cannot make the folder ({error.strerror})") from error
     with matplotlib.rc_context(style.RC):
-        figure = FIGURES[name](document["results"])
+        try:
+            figure = FIGURES[name](document["results"])
+        except (LookupError, TypeError, ValueError, StopIteration) as error:
+            raise UserError(f"{path}: its results are damaged: measure again") from error
     return style.save(figure, folder / name)
 
 
