@@ -105,7 +105,7 @@ class _FolderImages(ImageSet):
             path = os.path.join(self._folder, f"{self._split}-{kind}.npy")
             # A plain view of the map: indexing np.memmap itself is slower.
             array = np.asarray(self._mapped(path))
-            if len(array) != self._count:
+            if array.shape[:1] != (self._count,):
                 raise UserError(f"data cache: {path} is damaged: delete {self._folder}")
             self._arrays[kind] = array
         return self._arrays[kind]
