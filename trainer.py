@@ -43,7 +43,6 @@ from recorder import (
     PHASES,
     NoFolder,
     RunFolder,
-    batch_sizes_by_epoch,
     epoch_record,
     load_state,
     provenance,
@@ -60,6 +59,7 @@ from workload import (
     check_steps,
     count_parameters,
     gradient_bytes,
+    replayed,
 )
 
 # Throw-away steps before each start or resume: DDP re-orders its buckets after the first backward
@@ -251,7 +251,7 @@ def train(launch: Launch, workers: Workers) -> None:
     prepared = workers.once_per_node(partial(prepare, config.data))
     data = open_data(config.data, config.seed, prepared)
     check_steps(config, len(data.train), workers.size)
-    trainer = Trainer(config, workers, data, _replay(config, workers))
+    trainer = Trainer(config, workers, data, replayed(config, workers))
     checkpoint = None
     if continued:
         content = workers.broadcast_bytes(folder.checkpoint_bytes())
@@ -282,20 +282,6 @@ def _open_folder(launch: Launch, workers: Workers) -> tuple[RunFolder | NoFolder
     overwrite = launch.overwrite and not restarted
     continued = workers.once(lambda: folder.open(config, workers.size, launch.resume, overwrite))
     return folder, continued
-
-
-def _replay(config: Config, workers: Workers) -> dict[int, np.ndarray] | None:
-    """By epoch, the batch sizes [steps, n] of the run that partition.replay names."""
-    path = config.partition.replay
-    if path is None:
-        return None
-    recorded = workers.once(lambda: batch_sizes_by_epoch(path))
-    if len(recorded) < config.epochs:
-        raise UserError(
-            f"partition.replay: {path} has {len(recorded)} epochs, not the {config.epochs} of "
-            "this run: lower epochs, or finish that run first"
-        )
-    return {epoch: np.array(sizes) for epoch, sizes in enumerate(recorded)}
 
 
 def _facts(trainer: Trainer, data: Data) -> dict[str, Any]:
