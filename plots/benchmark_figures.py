@@ -24,6 +24,7 @@ from matplotlib.ticker import MaxNLocator
 from configs.errors import UserError
 from configs.files import read_json
 from plots import style
+from terminal import say
 
 COLUMNS = 2
 PANEL_WIDTH, PANEL_HEIGHT = 3.6, 2.0
@@ -184,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(*files, sep="\n")
+    say("\n".join(map(str, files)))
     return 0
 
 
