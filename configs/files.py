@@ -94,7 +94,8 @@ def parse_json(text: str, where: str) -> Any:
     except RecursionError as error:
         raise UserError(f"{where}: is not JSON: nested too deeply") from error
     except ValueError as error:
-        raise UserError(f"{where}: is not JSON: {printable(' '.join(str(error).split()))}") from error
+        reason = printable(" ".join(str(error).split()))
+        raise UserError(f"{where}: is not JSON: {reason}") from error
 
 
 def _refuse_constant(name: str) -> NoReturn:
