@@ -228,7 +228,12 @@ def load_state(content: bytes, folder: Path, device: torch.device) -> dict[str, 
     Raises UserError that names the file if it is damaged.
     """
     try:
-        return torch.load(io.BytesIO(content), map_location=device, weights_only=True)
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            _refuse_compressed(archive)
+        state = torch.load(io.BytesIO(content), map_location=device, weights_only=True)
+        if not isinstance(state, dict):
+            raise TypeError(f"it holds a {type(state).__name__}")
+        return state
     except Exception as error:  # damaged files make the unpickler raise anything
         raise UserError(
             f"{folder / CHECKPOINT} is damaged: put it back, or --overwrite to start again"
@@ -456,7 +461,7 @@ def _epoch_lines(path: Path) -> list[dict[str, Any]]:
         for n, line in enumerate(lines[:-1], 1)
     ]
     for number, record in enumerate(records, 1):
-        if not _is_count(record.get("epoch", None), least=0):
+        if not _is_count(record.get("epoch"), least=0):
             raise UserError(f"{file} line {number} has no epoch number")
     return records
 
@@ -478,10 +483,10 @@ def _read_steps(path: Path) -> dict[str, np.ndarray]:
 
 
 def _refuse_compressed(archive: zipfile.ZipFile) -> None:
-    """Records are written without compression: a small file cannot unfold to fill the memory."""
+    """No file of ours is compressed: a small one cannot unfold to fill the memory."""
     for member in archive.infolist():
-        if member.compress_type != zipfile.ZIP_STORED or member.file_size > member.compress_size:
-            raise ValueError(f"{member.filename} is compressed, which no record is")
+        if member.compress_type != zipfile.ZIP_STORED:
+            raise ValueError(f"{printable(member.filename)} is compressed, which none of ours is")
 
 
 def _check_steps(steps: Mapping[str, np.ndarray], file: Path) -> None:

@@ -17,7 +17,7 @@ from configs.errors import UserError
 from configs.filling import printable
 
 FOLDER = Path(__file__).resolve().parent
-YAML_BYTES = 2**18  # PyYAML takes seconds for more
+YAML_BYTES = 2**17  # PyYAML takes seconds for more
 JSON_BYTES = 2**30  # the records of a long run of thousands of workers
 # A few lines of YAML can stand for billions of values: aliases of lists of aliases, and so on.
 MOST_VALUES, DEEPEST = 100_000, 100

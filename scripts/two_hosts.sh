@@ -60,7 +60,8 @@ build_hosts() {
         command -v "$tool" >/dev/null || skip "there is no command $tool (package iproute2)"
     done
     [ "$(id -u)" = 0 ] || skip "network namespaces need root: start it with sudo"
-    "$python" -c 'import torch, torchvision, yaml' 2>/dev/null ||
+    "$python" -c 'import sys, importlib.util as u
+sys.exit(not all(map(u.find_spec, ("torch", "torchvision", "yaml"))))' 2>/dev/null ||
         skip "$python lacks the requirements: set PYTHON to the interpreter that has them"
     trap clean EXIT
     trap 'exit 129' HUP

@@ -27,6 +27,8 @@ from recorder import (
     load_state,
     read_run,
     recorded_workers,
+    remember_cap,
+    remembered_cap,
 )
 
 FILES = ("config.yaml", "provenance.json", "epochs.jsonl", "steps.npz")
@@ -83,6 +85,29 @@ def test_a_last_line_that_is_still_being_written_is_left_out(run):
     for cut in (1, 2, 40):
         (run / "epochs.jsonl").write_text(lines[:-cut])
         assert [epoch["epoch"] for epoch in read_run(run).epochs] == [0, 1]
+
+
+@pytest.mark.parametrize("order", [[0, 2], [1], [0, 1, 1], [1, 0], [0, 0, 1, 2], [0, 1, 2, 0]])
+def test_epochs_that_are_missing_or_there_twice_are_named(run, order):
+    lines = (run / "epochs.jsonl").read_text().splitlines()
+    (run / "epochs.jsonl").write_text("".join(f"{lines[number]}\n" for number in order))
+    wrong = next(n for n, number in enumerate(order) if n != number)
+    message = refusal(run, "epochs.jsonl")
+    assert f"line {wrong + 1} is of epoch {order[wrong]}, not {wrong}" in message
+
+
+@pytest.mark.parametrize("value", ["true", "0.0", "-1", "1e0", '"0"', "null", "[0]"])
+def test_an_epoch_that_is_no_number_is_named(run, value):
+    (run / "epochs.jsonl").write_text(f'{{"epoch": {value}}}\n')
+    assert "line 1" in refusal(run, "epochs.jsonl")
+
+
+def test_a_config_that_no_run_could_have_is_named(run):
+    text = (run / "config.yaml").read_text()
+    for right, wrong in (("epochs: 3\n", "epochs: many\n"), ("name: lenet-low\n", "")):
+        assert right in text
+        (run / "config.yaml").write_text(text.replace(right, wrong))
+        refusal(run, "config.yaml")
 
 
 def test_a_run_whose_first_epoch_is_still_being_written_is_refused(run):
@@ -196,6 +221,15 @@ def check_read_or_refused(path: Path, name: str) -> None:
         assert str(error).isprintable() and str(path / name) in str(error)
 
 
+@pytest.mark.parametrize("text", ["[]", "{}", '{"max_batch": 0}', '{"max_batch": "8"}', "{"])
+def test_a_damaged_cap_is_named(tmp_path, text):
+    remember_cap(tmp_path, 1, 8)
+    assert remembered_cap(tmp_path, 1) == 8 and remembered_cap(tmp_path, 0) is None
+    (tmp_path / "cap-1.json").write_text(text)
+    with pytest.raises(UserError, match="cap-1.json"):
+        remembered_cap(tmp_path, 1)
+
+
 # --- finding runs ---------------------------------------------------------------------------------
 
 
@@ -253,6 +287,15 @@ def test_nothing_temporary_is_left(tmp_path):
     run = read_run(folder.path)
     assert run.epochs == [{"epoch": 0, "text": "ü"}, {"epoch": 1, "text": "ü"}]
     assert run.steps["epoch"].tolist() == [0, 0, 1, 1]
+
+
+def test_numbers_that_json_lacks_are_recorded_as_null(tmp_path):
+    folder = opened(tmp_path / "run")
+    folder.write_provenance({"world_size": 1})
+    record, steps = one_epoch(0)
+    folder.append_epoch({**record, "loss": np.nan, "parts": [{"a": -np.inf, "b": (1.5,)}]}, steps)
+    (read_back,) = read_run(folder.path).epochs
+    assert read_back == {**record, "loss": None, "parts": [{"a": None, "b": [1.5]}]}
 
 
 def die_while_writing(path: str, method: str) -> None:
