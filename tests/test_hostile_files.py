@@ -298,6 +298,13 @@ def test_a_pipe_called_an_image_is_left_out(tmp_path):
     assert len(opened(config_for(root, tmp_path)).train) == 12
 
 
+def test_names_of_files_are_shown_without_what_a_terminal_obeys(tmp_path):
+    root = write_tree(tmp_path / "tree")
+    (root / "train" / "cat" / "\x1b[2Jline\nend.png").write_text("no image")
+    message = refusal(config_for(root, tmp_path))
+    assert message.isprintable() and r"\x1b[2Jline\nend.png" in message
+
+
 def test_folders_linked_into_themselves(tmp_path):
     root = write_tree(tmp_path / "tree")
     for name in ("more", "yet-more"):
