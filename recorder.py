@@ -29,7 +29,7 @@ import yaml
 
 from balancer import EpochPlan
 from configs.errors import UserError
-from configs.files import JSON_BYTES, parse_json, read_json, read_mapping, read_text
+from configs.files import JSON_BYTES, parse_json, read_mapping, read_text
 from configs.filling import printable
 from configs.schema import Config, differences, from_mapping, to_mapping
 from partitioner import Partitioner
@@ -98,7 +98,7 @@ class RunFolder:
         """Writes provenance.json; a continued run keeps the first start's facts and adds these."""
         path = self.path / PROVENANCE
         if path.exists():
-            first = _read_object(path)
+            first = _read_json(path)
             later = first.get("continued", [])
             if not isinstance(later, list):
                 raise UserError(f"{path}: its 'continued' is no list: put the file back")
@@ -394,7 +394,7 @@ def read_run(path: Path | str) -> Run:
                 f"{path / EPOCHS} line {number + 1} is of epoch {printable(record['epoch'])}, not "
                 f"{number}: it must hold each epoch once and in order"
             )
-    config, facts = read_mapping(path / CONFIG), _read_object(path / PROVENANCE)
+    config, facts = read_mapping(path / CONFIG), _read_json(path / PROVENANCE)
     from_mapping(config, where=printable(str(path / CONFIG)))
     return Run(path, config, facts, epochs, _read_steps(path))
 
@@ -423,7 +423,7 @@ def recorded_workers(path: Path) -> int | None:
     file = path / PROVENANCE
     if not file.exists():
         return None
-    workers = _read_object(file).get("world_size")
+    workers = _read_json(file).get("world_size")
     if not _is_count(workers):
         raise UserError(f"{file} has no number of workers: put it back, or remove the folder")
     return workers
@@ -456,10 +456,7 @@ def _epoch_lines(path: Path) -> list[dict[str, Any]]:
         return []
     lines = read_text(file, JSON_BYTES).split("\n")
     # What stands after the last line end was being written when the run was cut off.
-    records = [
-        _object(parse_json(line, f"{file} line {n}"), f"{file} line {n}")
-        for n, line in enumerate(lines[:-1], 1)
-    ]
+    records = [_object(line, f"{file} line {n}") for n, line in enumerate(lines[:-1], 1)]
     for number, record in enumerate(records, 1):
         if not _is_count(record.get("epoch"), least=0):
             raise UserError(f"{file} line {number} has no epoch number")
@@ -503,11 +500,12 @@ def _check_steps(steps: Mapping[str, np.ndarray], file: Path) -> None:
         raise UserError(f"{file} is damaged: its epochs are not in order from 0")
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    return _object(read_json(path), str(path))
+def _read_json(path: Path) -> dict[str, Any]:
+    return _object(read_text(path, JSON_BYTES), str(path))
 
 
-def _object(value: Any, where: str) -> dict[str, Any]:
+def _object(text: str, where: str) -> dict[str, Any]:
+    value = parse_json(text, where)
     if not isinstance(value, dict):
         raise UserError(f"{where} is not a JSON object")
     return value

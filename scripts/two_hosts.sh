@@ -9,6 +9,10 @@
 # message when the link is cut in the middle, and that the job goes on when it is back, to the same
 # weights as if nothing had happened.
 #
+# The launcher on the host that is cut off from the rendezvous asks its store once more and waits
+# until TCP gives up. With Linux's 15 retries (net.ipv4.tcp_retries2) that takes a quarter of an
+# hour, during which it holds nothing but its own process; the hosts here have 5.
+#
 #   PYTHON   interpreter with the requirements (default: python)
 #   RATE     of the slow end, as tc takes it (default: 8mbit)
 #   KEEP     a folder for logs and records (default: a temporary one, removed at the end)
@@ -22,7 +26,8 @@ python=${PYTHON:-python}
 rate=${RATE:-8mbit}
 epochs=6
 timeout=15    # seconds until a collective operation gives up
-ends_in=75    # seconds until a side has ended after that: its launcher waits for the store as well
+ends_in=30    # seconds after that until all workers have ended
+gives_up=90   # seconds until TCP, and so the launcher that is cut off from the other's store, does
 starts_in=300 # seconds for what has no reason to take so long
 declare -A space=([a]=hsgd-$$-a [b]=hsgd-$$-b) address=([a]=10.77.0.1 [b]=10.77.0.2) pid=()
 work=
@@ -75,6 +80,7 @@ sys.exit(not all(map(u.find_spec, ("torch", "torchvision", "yaml"))))' 2>/dev/nu
     for host in a b; do
         ip -n "${space[$host]}" address add "${address[$host]}/24" dev lan
         ip -n "${space[$host]}" link set lo up
+        ip netns exec "${space[$host]}" sh -c 'echo 5 >/proc/sys/net/ipv4/tcp_retries2'
         ip -n "${space[$host]}" link set lan up
     done
     tc -n "${space[b]}" qdisc add dev lan root tbf rate "$rate" burst 32kb latency 400ms ||
@@ -210,8 +216,13 @@ done
 sleep 0.5
 ip -n "${space[a]}" link set lan down
 begin=$SECONDS
+while pgrep -f "^[^ ]*python[^ ]* -u $work/worker.py" >/dev/null; do
+    [ $SECONDS -lt $((begin + timeout + ends_in)) ] || fail "workers still run"
+    sleep 0.2
+done
+say "all workers ended after $((SECONDS - begin)) s"
 for host in a b; do
-    ends $host $((timeout + ends_in))
+    ends $host $gives_up
     [ $code != 0 ] || fail "host $host ended as if nothing had happened"
     told=$(grep -m 1 -iE 'timed? ?out|connection .*(closed|failed)|lost' "$work/$host/cut.log") ||
         fail "host $host does not say what happened"

@@ -133,7 +133,7 @@ def test_records_with_values_of_any_kind(whole, data, value):
     records = [json.loads(line) for line in (path / name).read_text().splitlines()]
     place: Any = data.draw(st.sampled_from(records))
     key = data.draw(st.sampled_from(sorted(place)))
-    if isinstance(place[key], dict) and data.draw(st.booleans()):
+    if isinstance(place[key], dict) and place[key] and data.draw(st.booleans()):
         place = place[key]
         key = data.draw(st.sampled_from(sorted(place)))
     place[key] = value

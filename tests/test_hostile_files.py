@@ -69,7 +69,7 @@ def nested(line: str, levels: int, first: str) -> str:
         ("a: [" + "1, " * 101_000 + "]", "is larger than"),
         ("[" * 90_000, "nested too deeply"),
         ("{" * 90_000, "nested too deeply"),
-        ("- " * 90_000, "nested too deeply"),
+        ("- " * 60_000, "nested too deeply"),
     ],
 )
 def test_yaml_that_multiplies(tmp_path, little_memory, text, part):
