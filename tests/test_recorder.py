@@ -27,8 +27,6 @@ from recorder import (
     load_state,
     read_run,
     recorded_workers,
-    remember_cap,
-    remembered_cap,
 )
 
 FILES = ("config.yaml", "provenance.json", "epochs.jsonl", "steps.npz")
@@ -219,15 +217,6 @@ def check_read_or_refused(path: Path, name: str) -> None:
         read_run(path)
     except UserError as error:
         assert str(error).isprintable() and str(path / name) in str(error)
-
-
-@pytest.mark.parametrize("text", ["[]", "{}", '{"max_batch": 0}', '{"max_batch": "8"}', "{"])
-def test_a_damaged_cap_is_named(tmp_path, text):
-    remember_cap(tmp_path, 1, 8)
-    assert remembered_cap(tmp_path, 1) == 8 and remembered_cap(tmp_path, 0) is None
-    (tmp_path / "cap-1.json").write_text(text)
-    with pytest.raises(UserError, match="cap-1.json"):
-        remembered_cap(tmp_path, 1)
 
 
 # --- finding runs ---------------------------------------------------------------------------------
