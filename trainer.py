@@ -15,7 +15,7 @@ import copy
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from itertools import islice
 from pathlib import Path

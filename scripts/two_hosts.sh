@@ -175,6 +175,12 @@ ends() { # HOST SECONDS: waits for its launcher, and leaves its exit code in `co
     wait "${pid[$1]}" || code=$?
 }
 
+workers_left() { # the processes on both hosts but for their launchers
+    for host in a b; do
+        ip netns pids "${space[$host]}" | grep -vx "${pid[$host]}" || true
+    done
+}
+
 finishes() { # RUN: both hosts end well, with one record, and all four workers' weights are equal
     for host in a b; do
         ends $host $starts_in
@@ -216,7 +222,7 @@ done
 sleep 0.5
 ip -n "${space[a]}" link set lan down
 begin=$SECONDS
-while pgrep -f "^[^ ]*python[^ ]* -u $work/worker.py" >/dev/null; do
+while [ -n "$(workers_left)" ]; do
     [ $SECONDS -lt $((begin + timeout + ends_in)) ] || fail "workers still run"
     sleep 0.2
 done
