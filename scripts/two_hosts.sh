@@ -230,9 +230,9 @@ say "all workers ended after $((SECONDS - begin)) s"
 for host in a b; do
     ends $host $gives_up
     [ $code != 0 ] || fail "host $host ended as if nothing had happened"
-    told=$(grep -m 1 -iE 'timed? ?out|connection .*(closed|failed)|lost' "$work/$host/cut.log") ||
+    told=$(grep -m 1 -oiE '(timed out|connection [a-z]*|lost) .{0,80}' "$work/$host/cut.log") ||
         fail "host $host does not say what happened"
-    say "host $host ended after $((SECONDS - begin)) s: ${told:0:160}"
+    say "host $host ended after $((SECONDS - begin)) s: $told"
 done
 for host in a b; do
     [ -z "$(ip netns pids "${space[$host]}")" ] || fail "host $host has left processes"
