@@ -10,7 +10,6 @@ from __future__ import annotations
 import fcntl
 import io
 import json
-import math
 import os
 import platform
 import shutil
@@ -29,7 +28,7 @@ import yaml
 
 from balancer import EpochPlan
 from configs.errors import UserError
-from configs.files import JSON_BYTES, parse_json, read_mapping, read_text
+from configs.files import JSON_BYTES, parse_json, read_mapping, read_text, refuse_compressed
 from configs.filling import printable
 from configs.schema import Config, differences, from_mapping, to_mapping
 from partitioner import Partitioner
@@ -109,7 +108,7 @@ class RunFolder:
     def append_epoch(self, record: Mapping[str, Any], steps: Mapping[str, np.ndarray]) -> None:
         """Adds a line to epochs.jsonl and this epoch's arrays, [steps, …] each, to steps.npz."""
         with open(self.path / EPOCHS, "ab") as file:
-            file.write((json.dumps(_for_json(record), allow_nan=False) + "\n").encode())
+            file.write((json.dumps(record) + "\n").encode())
             _flush(file)
         self.records.append(record)
         self._steps.append({k: np.asarray(steps[k], kind) for k, kind in _STEP_ARRAYS.items()})
@@ -229,7 +228,7 @@ def load_state(content: bytes, folder: Path, device: torch.device) -> dict[str, 
     """
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            _refuse_compressed(archive)
+            refuse_compressed(archive)
         state = torch.load(io.BytesIO(content), map_location=device, weights_only=True)
         if not isinstance(state, dict):
             raise TypeError(f"it holds a {type(state).__name__}")
@@ -266,15 +265,6 @@ def _git(repository: Path, *arguments: str) -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-
-
-def _for_json(value: Any) -> Any:
-    """The value with null for each number that JSON lacks: infinity and not-a-number."""
-    if isinstance(value, Mapping):
-        return {key: _for_json(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_for_json(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _write(path: Path, fill: Callable[[BinaryIO], Any]) -> None:
@@ -469,7 +459,7 @@ def _read_steps(path: Path) -> dict[str, np.ndarray]:
         raise UserError(f"{file} cannot be read: there is no such file")
     try:
         with np.load(file, allow_pickle=False) as arrays:
-            _refuse_compressed(arrays.zip)
+            refuse_compressed(arrays.zip)
             steps = {name: arrays[name] for name in _STEP_ARRAYS}
     except (OSError, KeyError, ValueError, EOFError) as error:
         raise UserError(f"{file} cannot be read: {_one_line(error)}") from error
@@ -477,13 +467,6 @@ def _read_steps(path: Path) -> dict[str, np.ndarray]:
         raise UserError(f"{file} is damaged: {_one_line(error)}") from error
     _check_steps(steps, file)
     return steps
-
-
-def _refuse_compressed(archive: zipfile.ZipFile) -> None:
-    """No file of ours is compressed: a small one cannot unfold to fill the memory."""
-    for member in archive.infolist():
-        if member.compress_type != zipfile.ZIP_STORED:
-            raise ValueError(f"{printable(member.filename)} is compressed, which none of ours is")
 
 
 def _check_steps(steps: Mapping[str, np.ndarray], file: Path) -> None:

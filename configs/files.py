@@ -1,4 +1,4 @@
-"""Finding and reading YAML and JSON files, safely and strictly: they may come from anyone."""
+"""Finding and reading YAML, JSON and other files strictly: they may come from anyone."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import math
 import os
 import stat
+import zipfile
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -96,6 +97,16 @@ def parse_json(text: str, where: str) -> Any:
     except ValueError as error:
         reason = printable(" ".join(str(error).split()))
         raise UserError(f"{where}: is not JSON: {reason}") from error
+
+
+def refuse_compressed(archive: zipfile.ZipFile) -> None:
+    """Raises ValueError for a ZIP file (NPZ, checkpoint) with a compressed part.
+
+    None of ours is compressed, so that a small file cannot unfold to fill the memory.
+    """
+    for member in archive.infolist():
+        if member.compress_type != zipfile.ZIP_STORED:
+            raise ValueError(f"{printable(member.filename)} is compressed, which none of ours is")
 
 
 def _refuse_constant(name: str) -> NoReturn:

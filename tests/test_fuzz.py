@@ -1,4 +1,4 @@
-"""Configs, records and checkpoints from anyone: damaged, of the wrong kind, or made to do harm.
+"""Configs and records from anyone: damaged, of the wrong kind, or made to do harm.
 
 Each is read, or refused with the one line of a UserError; nothing else is raised, and pytest's own
 time limit tells of what never ends.
@@ -6,7 +6,6 @@ time limit tells of what never ends.
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
+from damage import damaged, damages, json_scalars
 from fake_runs import write_run
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -22,22 +21,9 @@ from hypothesis import strategies as st
 from configs import files
 from configs.command_line import parse
 from configs.errors import UserError
-from recorder import batch_sizes_by_epoch, load_state, read_run, recorded_workers
+from recorder import batch_sizes_by_epoch, read_run, recorded_workers
 
 FEW = settings(max_examples=100, deadline=None)
-
-# How a content is damaged: where (a fraction of its length), what is put there, and whether it
-# replaces what was there, is put before it, or all that follows is cut off.
-damages = st.tuples(
-    st.floats(0, 1), st.binary(max_size=12), st.sampled_from(["replace", "insert", "cut"])
-)
-
-
-def damaged(content: bytes, damage: tuple[float, bytes, str]) -> bytes:
-    place, noise, kind = damage
-    at = int(place * len(content))
-    rest = {"replace": content[at + len(noise) :], "insert": content[at:], "cut": b""}[kind]
-    return content[:at] + noise + rest
 
 
 def one_line(error: UserError) -> None:
@@ -96,14 +82,12 @@ def test_a_damaged_config(config_file, name, steps):
 
 # --- records --------------------------------------------------------------------------------------
 
-json_scalars = st.one_of(
-    st.none(), st.booleans(), st.floats(), st.text(max_size=4),
-    st.sampled_from([0, -1, 1, 2**31, 2**63, -(2**70), 10**400]),
-)  # fmt: skip
 json_values = st.recursive(
     json_scalars,
-    lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(st.sampled_from(["epoch", "busy", "a"]), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["epoch", "busy", "a"]), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 
@@ -188,66 +172,3 @@ def test_step_arrays_never_make_up_epochs(whole, epoch):
     else:
         with pytest.raises(UserError, match="not in order"):
             batch_sizes_by_epoch(path)
-
-
-# --- checkpoints ----------------------------------------------------------------------------------
-
-STATE = {
-    "next_epoch": 2,
-    "model": {"weight": torch.arange(12.0).view(3, 4), "bias": torch.zeros(3, dtype=torch.float64)},
-    "optimizer": {"state": {0: {"momentum_buffer": torch.ones(3)}}, "param_groups": [{"lr": 0.1}]},
-    "clocks": {"train": 1.5, "total": 2.5},
-    "calibrated": [],
-}
-
-
-def saved(state: Any, **options: Any) -> bytes:
-    content = io.BytesIO()
-    torch.save(state, content, **options)
-    return content.getvalue()
-
-
-def load(content: bytes) -> None:
-    try:
-        state = load_state(content, Path("folder"), torch.device("cpu"))
-    except UserError as error:
-        one_line(error)
-        assert "folder/" in str(error)
-    else:
-        assert isinstance(state, dict)
-
-
-def test_a_whole_checkpoint_is_read():
-    state = load_state(saved(STATE), Path("folder"), torch.device("cpu"))
-    assert str(state) == str(STATE)
-
-
-@given(st.binary(max_size=200))
-@example(b"PK\3\4")
-@example(b"\x80\x02.")
-@FEW
-def test_any_bytes_as_a_checkpoint(content):
-    load(content)
-
-
-@given(st.lists(damages, min_size=1, max_size=3))
-@settings(max_examples=150, deadline=None)
-def test_a_damaged_checkpoint(steps):
-    content = saved(STATE)
-    for step in steps:
-        content = damaged(content, step)
-    load(content)
-
-
-@given(st.recursive(json_scalars, lambda inner: st.lists(inner, max_size=3), max_leaves=6))
-@FEW
-def test_a_checkpoint_of_another_kind(value):
-    load(saved(value))
-    load(saved({"next_epoch": value}))
-
-
-def test_a_checkpoint_of_the_format_of_old_is_refused():
-    with pytest.raises(UserError, match="damaged"):
-        load_state(
-            saved(STATE, _use_new_zipfile_serialization=False), Path("f"), torch.device("cpu")
-        )

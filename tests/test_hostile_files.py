@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from fake_runs import write_run
 from image_tree import config_for, opened, refusal, write_archive, write_tree
 from PIL import Image
@@ -25,7 +24,7 @@ from configs.command_line import parse, run_folder
 from configs.errors import UserError
 from data import archive
 from data.augment import MAX_PADDING
-from recorder import load_state, read_run
+from recorder import read_run
 
 
 def refused(function: Any, *arguments: Any) -> str:
@@ -132,7 +131,7 @@ def test_overrides_never_lead_out_of_the_output_folder(tmp_path, override):
     assert folder.resolve().relative_to(tmp_path.resolve()).parts[1:] == ("edp-sgd", "seed-42")
 
 
-# --- records and checkpoints ----------------------------------------------------------------------
+# --- records --------------------------------------------------------------------------------------
 
 
 def test_compressed_records_are_not_unfolded(tmp_path, little_memory):
@@ -158,17 +157,6 @@ def test_step_arrays_that_claim_to_be_huge(tmp_path, little_memory):
                 member, {"descr": "<i4", "fortran_order": False, "shape": (2**50,)}
             )
     assert "steps.npz" in refused(read_run, path)
-
-
-def test_a_compressed_checkpoint_is_not_unfolded(tmp_path):
-    plain, packed = io.BytesIO(), io.BytesIO()
-    torch.save({"weight": torch.zeros(2**20)}, plain)
-    with zipfile.ZipFile(plain) as source:
-        with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as target:
-            for member in source.infolist():
-                target.writestr(member.filename, source.read(member))
-    assert len(packed.getvalue()) < len(plain.getvalue()) / 100
-    assert "damaged" in refused(load_state, packed.getvalue(), tmp_path, torch.device("cpu"))
 
 
 # --- archives -------------------------------------------------------------------------------------

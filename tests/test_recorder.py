@@ -278,15 +278,6 @@ def test_nothing_temporary_is_left(tmp_path):
     assert run.steps["epoch"].tolist() == [0, 0, 1, 1]
 
 
-def test_numbers_that_json_lacks_are_recorded_as_null(tmp_path):
-    folder = opened(tmp_path / "run")
-    folder.write_provenance({"world_size": 1})
-    record, steps = one_epoch(0)
-    folder.append_epoch({**record, "loss": np.nan, "parts": [{"a": -np.inf, "b": (1.5,)}]}, steps)
-    (read_back,) = read_run(folder.path).epochs
-    assert read_back == {**record, "loss": None, "parts": [{"a": None, "b": [1.5]}]}
-
-
 def die_while_writing(path: str, method: str) -> None:
     """Writes one epoch, and is killed in the middle of the next one's `method`."""
     import recorder
