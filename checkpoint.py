@@ -32,6 +32,7 @@ import torch
 
 import storage
 from configs.errors import UserError
+from configs.files import refuse_compressed
 
 NEWEST = "checkpoint.pt"
 FORMAT = 1
@@ -111,6 +112,7 @@ def load(content: bytes, path: Path, device: torch.device) -> dict[str, Any]:
     """
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            refuse_compressed(archive)
             broken = archive.testzip()  # PyTorch does not compare the checksums
         if broken is not None:
             raise ValueError(f"checksum of {broken}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -175,7 +175,7 @@ def join(
     """
     place = _place(local_rank, local_size)
     kind = _device_kind(device)
-    backend = _backend(backend, kind, place["local_size"])
+    backend = _backend(backend, kind)
     here = torch.device("cpu")
     if kind == "cuda":
         here = torch.device("cuda", place["local_rank"] % torch.cuda.device_count())
@@ -186,9 +186,13 @@ def join(
     meeting = {"store": store, "rank": place["rank"], "world_size": place["size"]}
     dist.init_process_group(backend, timeout=limit, **({} if store is None else meeting))
     control = dist.new_group(backend="gloo", timeout=limit)
-    yield Workers(
+    workers = Workers(
         **place, device=here, backend=backend, threads=torch.get_num_threads(), control=control
     )
+    if backend == "nccl":
+        # Only now: where each worker is shown one GPU alone, none can tell whose it is.
+        refuse_shared(workers.gather_json(_device_id(here)))
+    yield workers
     # Only after success: with a broken peer this would wait, and the process is ending anyway.
     dist.destroy_process_group()
 
@@ -255,17 +259,30 @@ def _device_kind(device: str | None) -> str:
     return device
 
 
-def _backend(backend: str | None, kind: str, local_size: int) -> str:
+def refuse_shared(devices: Sequence[str]) -> None:
+    """Raises UserError where two workers have one GPU; devices: each worker's, by a unique name."""
+    ranks: dict[str, list[str]] = {}
+    for rank, device in enumerate(devices):
+        ranks.setdefault(device, []).append(str(rank))
+    shared = [" and ".join(there) for there in ranks.values() if len(there) > 1]
+    if shared:
+        raise UserError(
+            f"ranks {', ranks '.join(shared)} have the same GPU, but NCCL needs one GPU per "
+            "worker: start fewer workers (--nproc_per_node), show each its own GPU "
+            "(CUDA_VISIBLE_DEVICES), or share the GPUs with --backend gloo"
+        )
+
+
+def _device_id(device: torch.device) -> str:
+    """A name that no two GPUs have, on whatever node and under whatever local number."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _backend(backend: str | None, kind: str) -> str:
     if backend is None:
         backend = "nccl" if kind == "cuda" and dist.is_nccl_available() else "gloo"
     if backend == "nccl" and kind != "cuda":
         raise UserError("backend: nccl needs GPUs: use --backend gloo, or --device cuda")
-    if backend == "nccl" and local_size > torch.cuda.device_count():
-        raise UserError(
-            f"{local_size} workers on a node with {torch.cuda.device_count()} GPU(s), but NCCL "
-            f"needs one GPU per worker: start --nproc_per_node={torch.cuda.device_count()}, "
-            "or share the GPUs with --backend gloo"
-        )
     return backend
 
 

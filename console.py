@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from tqdm import tqdm
 
 from configs.schema import Config
+from terminal import say
 
 Item = TypeVar("Item")
 
@@ -25,8 +26,7 @@ class Console:
 
     def say(self, text: str) -> None:
         if self._active:
-            tqdm.write(text, file=sys.stdout)
-            sys.stdout.flush()
+            say(text)
 
     def start(self, steps: int, done: int) -> None:
         """Shows a bar with the time left, where the error output is a terminal."""

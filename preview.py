@@ -16,6 +16,7 @@ from workload import (
     check_steps,
     count_parameters,
     gradient_bytes,
+    replayed,
 )
 
 
@@ -27,7 +28,8 @@ def preview(launch: Launch, workers: Workers) -> str:
     config = launch.config
     data = outline(config.data, config.seed, workers.once_per_node)
     check_steps(config, data.train_samples, workers.size)
-    balancer = build_balancer(config, data.train_samples, workers, workers.device)
+    replay = replayed(config, workers)
+    balancer = build_balancer(config, data.train_samples, workers, workers.device, replay)
     module = build_module(config, data.classes, data.image_size)
     devices = workers.gather_json(workers.device_name)
     lines = [

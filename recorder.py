@@ -28,7 +28,8 @@ import checkpoint
 import storage
 from balancer import EpochPlan
 from configs.errors import UserError
-from configs.files import read_mapping
+from configs.files import JSON_BYTES, parse_json, read_mapping, read_text, refuse_compressed
+from configs.filling import printable
 from configs.schema import Config, differences, from_mapping, to_mapping
 from partitioner import Partitioner
 
@@ -80,11 +81,11 @@ class RunFolder:
         folder holds is to be deleted, which `replace` does.
         """
         self._config = to_mapping(config)
-        replaces = overwrite and self.path.exists()
-        if replaces and not (self.path / CONFIG).exists() and any(self.path.iterdir()):
-            raise UserError(f"{self.path} holds no run: --overwrite does not delete it")
-        continues = not replaces and self._continues(config, workers, resume)
         try:
+            replaces = overwrite and self.path.exists()
+            if replaces and not (self.path / CONFIG).exists() and any(self.path.iterdir()):
+                raise UserError(f"{self.path} holds no run: --overwrite does not delete it")
+            continues = not replaces and self._continues(config, workers, resume)
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock()
         except OSError as error:
@@ -133,7 +134,10 @@ class RunFolder:
         path = self.path / PROVENANCE
         if path.exists():
             first = _read_json(path)
-            facts = {**first, "continued": [*first.get("continued", []), facts]}
+            later = first.get("continued", [])
+            if not isinstance(later, list):
+                raise UserError(f"{path}: its 'continued' is no list: put the file back")
+            facts = {**first, "continued": [*later, facts]}
         self._write_json(path, facts)
 
     def append_epoch(self, record: Mapping[str, Any], steps: Mapping[str, np.ndarray]) -> None:
@@ -366,7 +370,14 @@ def read_run(path: Path | str) -> Run:
     epochs = _epoch_lines(path)
     if not epochs:
         raise UserError(f"{path / EPOCHS} has no epoch yet")
+    for number, record in enumerate(epochs):
+        if record["epoch"] != number:
+            raise UserError(
+                f"{path / EPOCHS} line {number + 1} is of epoch {printable(record['epoch'])}, not "
+                f"{number}: it must hold each epoch once and in order"
+            )
     config, facts = read_mapping(path / CONFIG), _read_json(path / PROVENANCE)
+    from_mapping(config, where=printable(str(path / CONFIG)))
     return Run(path, config, facts, epochs, _read_steps(path))
 
 
@@ -399,7 +410,12 @@ def count_epochs(path: Path) -> int:
 def recorded_workers(path: Path) -> int | None:
     """The number of workers of the run in a folder; None where it has not got so far."""
     file = path / PROVENANCE
-    return _read_json(file).get("world_size") if file.exists() else None
+    if not file.exists():
+        return None
+    workers = _read_json(file).get("world_size")
+    if not _is_count(workers):
+        raise UserError(f"{file} has no number of workers: put it back, or remove the folder")
+    return workers
 
 
 def _last_workers(path: Path) -> int | None:
@@ -416,7 +432,7 @@ def batch_sizes_by_epoch(path: Path | str) -> list[list[list[int]]]:
     if not (Path(path) / EPOCHS).exists():
         raise UserError(f"partition.replay: {path} is no run's folder: it has no {EPOCHS}")
     steps = _read_steps(Path(path))
-    epochs = range(int(steps["epoch"].max()) + 1)
+    epochs = range(int(steps["epoch"][-1]) + 1 if len(steps["epoch"]) else 0)
     return [steps["batch_sizes"][steps["epoch"] == epoch].tolist() for epoch in epochs]
 
 
@@ -436,46 +452,59 @@ def _epoch_lines(path: Path) -> list[dict[str, Any]]:
     file = path / EPOCHS
     if not file.exists():
         return []
-    lines = _text(file).split("\n")
+    lines = read_text(file, JSON_BYTES).split("\n")
     # What stands after the last line end was being written when the run was cut off.
     records = [_object(line, f"{file} line {n}") for n, line in enumerate(lines[:-1], 1)]
     for number, record in enumerate(records, 1):
-        if not isinstance(record.get("epoch"), int):
+        if not _is_count(record.get("epoch"), least=0):
             raise UserError(f"{file} line {number} has no epoch number")
     return records
 
 
 def _read_steps(path: Path) -> dict[str, np.ndarray]:
     file = path / STEPS
+    if not file.is_file():  # reading a pipe might never end
+        raise UserError(f"{file} cannot be read: there is no such file")
     try:
         with np.load(file, allow_pickle=False) as arrays:
-            return {name: arrays[name] for name in _STEP_ARRAYS}
+            refuse_compressed(arrays.zip)
+            steps = {name: arrays[name] for name in _STEP_ARRAYS}
     except (OSError, KeyError, ValueError, EOFError) as error:
         raise UserError(f"{file} cannot be read: {_one_line(error)}") from error
     except Exception as error:  # zipfile and zlib raise types of their own for damaged files
         raise UserError(f"{file} is damaged: {_one_line(error)}") from error
+    _check_steps(steps, file)
+    return steps
+
+
+def _check_steps(steps: Mapping[str, np.ndarray], file: Path) -> None:
+    """Raises UserError unless the arrays are numbers of one length and epochs come in order."""
+    epoch = steps["epoch"]
+    for name, array in steps.items():
+        number = "iu" if np.issubdtype(_STEP_ARRAYS[name], np.integer) else "f"
+        dimensions = 1 if name in ("epoch", "step") else 2
+        if array.dtype.kind not in number or array.ndim != dimensions:
+            raise UserError(f"{file} is damaged: '{name}' is {array.dtype} {list(array.shape)}")
+        if len(array) != len(epoch):
+            raise UserError(f"{file} is damaged: '{name}' has {len(array)} of {len(epoch)} steps")
+    if len(epoch) and (epoch[0] != 0 or not np.isin(np.diff(epoch.astype(float)), (0, 1)).all()):
+        raise UserError(f"{file} is damaged: its epochs are not in order from 0")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return _object(_text(path), str(path))
+    return _object(read_text(path, JSON_BYTES), str(path))
 
 
 def _object(text: str, where: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where} is not JSON: {_one_line(error)}") from error
+    value = parse_json(text, where)
     if not isinstance(value, dict):
         raise UserError(f"{where} is not a JSON object")
     return value
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {_one_line(error)}") from error
+def _is_count(value: object, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    return printable(" ".join(str(error).split()) or type(error).__name__)

@@ -29,6 +29,7 @@ from experiments.grid import Experiment, read_experiment
 from experiments.launcher import ENDING, ROOT, TORCHRUN_OPTIONS, Launcher
 from experiments.sitting import Sitting, plan, select
 from recorder import EPOCHS
+from terminal import say
 
 INTERRUPTED = 130
 # What simulator.py says of the authors' experiments, for the report.
@@ -65,7 +66,7 @@ def _main(options: argparse.Namespace) -> int:
     calibrations = Calibrations(experiment.output, experiment.workers)
     sitting = Sitting(experiment, runs, launcher, calibrations, options.max_hours)
     if options.dry_run:
-        print(plan(sitting))
+        say(plan(sitting))
         return 0
     sitting.work()
     failed = sitting.failed + write_report(experiment)
@@ -92,7 +93,7 @@ def write_report(experiment: Experiment) -> list[str]:
             reason = done.stderr.strip().splitlines()[-1:] or ["it wrote nothing"]
             failed.append(f"{target}: {reason[0]}")
         else:
-            print(f"written: {target}")
+            say(f"written: {target}")
     return failed
 
 

@@ -37,29 +37,30 @@ from simulation.clusters import (
 )
 from simulation.reality import compare, read_balance, reality_misses, reality_rows
 from simulation.scale import scale_misses, scale_results, scale_rows
+from terminal import say
 
 
 def cluster(options: argparse.Namespace) -> int:
     file, described = read_cluster(options.file)
     results = describe_cluster(file, described)
     table(cluster_rows(results))
-    print(*cluster_remarks(results), sep="\n")
+    say("\n".join(cluster_remarks(results)))
     return finish("cluster", results, cluster_misses(file, results), options)
 
 
 def authors(options: argparse.Namespace) -> int:
     runs, pairs = predict_runs(), predict_aws()
     table(author_rows(runs))
-    print("\nmeasured less predicted seconds of an epoch, in % of the measured epoch")
+    say("\nmeasured less predicted seconds of an epoch, in % of the measured epoch")
     table(part_rows(runs))
-    print("\nAWS P2 and P3: dp-sgd predicted from the measured equal split")
+    say("\nAWS P2 and P3: dp-sgd predicted from the measured equal split")
     table(aws_rows(pairs))
     return finish("authors", {"runs": runs, "aws": pairs}, author_misses(runs), options)
 
 
 def scale(options: argparse.Namespace) -> int:
     results = scale_results()
-    print("efficiency (T* over step time) in the last epoch")
+    say("efficiency (T* over step time) in the last epoch")
     table(scale_rows(results))
     return finish("scale", results, scale_misses(results), options)
 

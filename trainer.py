@@ -47,7 +47,6 @@ from recorder import (
     PHASES,
     REPLACES,
     RunFolder,
-    batch_sizes_by_epoch,
     epoch_record,
     provenance,
     step_arrays,
@@ -64,6 +63,7 @@ from workload import (
     check_steps,
     count_parameters,
     gradient_bytes,
+    replayed,
 )
 
 # Throw-away steps before each start or resume: DDP re-orders its buckets after the first backward
@@ -346,7 +346,7 @@ def train(launch: Launch, workers: Workers) -> None:
     check_steps(config, len(data.train), workers.size)
     with listening() as request:
         asked = partial(_asked, request)
-        trainer = Trainer(config, workers, data, _replay(config, workers), asked)
+        trainer = Trainer(config, workers, data, replayed(config, workers), asked)
         records = _start(trainer, folder, found, console)
         facts = _facts(trainer, data)
         workers.once(lambda: folder.write_provenance(facts))
@@ -431,20 +431,6 @@ def _open_folder(launch: Launch, workers: Workers) -> tuple[RunFolder, str]:
     overwrite = launch.overwrite and not restarted
     resume = "auto" if restarted else launch.resume
     return folder, workers.once(lambda: folder.open(config, workers.size, resume, overwrite))
-
-
-def _replay(config: Config, workers: Workers) -> dict[int, np.ndarray] | None:
-    """By epoch, the batch sizes [steps, n] of the run that partition.replay names."""
-    path = config.partition.replay
-    if path is None:
-        return None
-    recorded = workers.once(lambda: batch_sizes_by_epoch(path))
-    if len(recorded) < config.epochs:
-        raise UserError(
-            f"partition.replay: {path} has {len(recorded)} epochs, not the {config.epochs} of "
-            "this run: lower epochs, or finish that run first"
-        )
-    return {epoch: np.array(sizes) for epoch, sizes in enumerate(recorded)}
 
 
 def _facts(trainer: Trainer, data: Data) -> dict[str, Any]:

@@ -10,8 +10,10 @@ from torch import nn
 
 import models
 from balancer import Balancer, Peers
+from cluster import Workers
 from configs.errors import UserError
 from configs.schema import Config
+from recorder import batch_sizes_by_epoch
 
 # Under bf16 the weights stay fp32: autocast rounds where it is safe.
 DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
@@ -25,6 +27,9 @@ def build_module(config: Config, classes: int, image_size: int) -> nn.Module:
     """The model with its seeded initial weights, on the CPU."""
     torch.manual_seed(config.seed)
     module = models.build(config.model.name, classes, image_size)
+    least = config.partition.min_batch
+    if 1 in ([least] if isinstance(least, int) else least):
+        models.check_single_sample(module, config.model.name, image_size)
     return module.to(
         dtype=DTYPES[config.precision], memory_format=MEMORY_FORMATS[config.memory_format]
     )
@@ -65,6 +70,20 @@ def build_balancer(
         peers=peers,
         replay=replay,
     )
+
+
+def replayed(config: Config, workers: Workers) -> dict[int, np.ndarray] | None:
+    """By epoch, the batch sizes [steps, n] of the run that partition.replay names."""
+    path = config.partition.replay
+    if path is None:
+        return None
+    recorded = workers.once(lambda: batch_sizes_by_epoch(path))
+    if len(recorded) < config.epochs:
+        raise UserError(
+            f"partition.replay: {path} has {len(recorded)} epochs, not the {config.epochs} of "
+            "this run: lower epochs, or finish that run first"
+        )
+    return {epoch: np.array(sizes) for epoch, sizes in enumerate(recorded)}
 
 
 def check_steps(config: Config, size: int, workers: int) -> None:

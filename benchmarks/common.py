@@ -22,6 +22,7 @@ import torch
 from torch.distributed import TCPStore
 
 from recorder import provenance
+from terminal import say
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -73,7 +74,7 @@ def finish(
     if not options.check:
         return 0
     for miss in misses:
-        print(f"missed: {miss}")
+        say(f"missed: {miss}")
     return 1 if misses else 0
 
 
@@ -89,7 +90,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> None:
             cell.ljust(width) if text else cell.rjust(width)
             for cell, width, text in zip(line, widths, texts)
         ]
-        print("  ".join(cells).rstrip())
+        say("  ".join(cells).rstrip())
 
 
 def machine() -> dict[str, Any]:

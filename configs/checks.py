@@ -132,6 +132,12 @@ def _check_rule(rule: StragglerRule, name: str, timeout: float, where: str) -> N
             f"{name}.last_epoch {rule.last_epoch} is before"
             f" {name}.first_epoch {rule.first_epoch}: it must not be less",
         )
+    if rule.scale is not None and (mean := (rule.shape or 1) * rule.scale) >= timeout:
+        _fail(
+            where,
+            f"{name} of kind {rule.kind} sleeps {mean:g} s on average, which must be less than"
+            f" timeout {timeout:g}, or the other workers give up: lower it or raise timeout",
+        )
     if rule.seconds is not None and rule.seconds >= timeout:
         _fail(
             where,

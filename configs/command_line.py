@@ -13,12 +13,13 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TextIO
 
 from configs import files
 from configs.errors import UserError
 from configs.filling import Key, describe, printable
 from configs.schema import Config, from_mapping, resolve
+from terminal import say
 
 WHERE = "command line"
 DEFAULT_CONFIG = "resnet50-low"
@@ -122,6 +123,9 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{WHERE}: {' '.join(message.split())}")
+
+    def _print_message(self, message: str, file: TextIO | None = None) -> None:
+        say(message.rstrip("\n"))  # the help alone: errors are raised
 
 
 class _Once(argparse.Action):

@@ -5,3 +5,11 @@ from __future__ import annotations
 
 class UserError(Exception):
     """Bad input or a bad environment: one line that names the cause and what to do about it."""
+
+    def __init__(self, message: str) -> None:
+        # The names of files may hold line ends, and sequences that a terminal obeys.
+        super().__init__("".join(c if c.isprintable() else _escaped(c) for c in message))
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")

@@ -31,6 +31,9 @@ __all__ = [
     "to_mapping",
 ]
 
+_LARGEST_BATCH = 2**31 - 1  # records hold batch sizes as int32
+_MOST_SYNTHETIC = 1_000_000  # 3 GB
+
 # What each algorithm puts where a key is null: (partition.policy, gradient_weight).
 ALGORITHMS = {
     "sync-sgd": ("equal", "uniform"),
@@ -66,7 +69,10 @@ class DataConfig:
         None, "Number of test samples to use; null uses all.", at_least=1
     )
     image_size: int | None = setting(
-        None, "Side of the square images in pixels; null keeps the data set's own.", at_least=1
+        None,
+        "Side of the square images in pixels; null keeps the data set's own.",
+        at_least=1,
+        at_most=4096,
     )
     mean: tuple[float, ...] | None = setting(
         None, "Mean per channel (pixels in 0..1); null takes the data set's own.", length=3
@@ -78,7 +84,10 @@ class DataConfig:
         above=0,
     )
     crop_padding: int = setting(
-        4, "Pixels padded on each side before the random crop; 0 crops nothing.", at_least=0
+        4,
+        "Pixels padded on each side before the random crop; 0 crops nothing.",
+        at_least=0,
+        at_most=127,  # the draws of data/augment.py are bytes
     )
     flip: bool = setting(True, "Whether training images are mirrored at random.")
     placement: str = setting(
@@ -90,13 +99,19 @@ class DataConfig:
         4.0, "Size in GiB up to which auto keeps the data in memory.", above=0
     )
     loader_workers: int = setting(
-        2, "Loader processes per worker; 0 loads in the worker itself.", at_least=0
+        2, "Loader processes per worker; 0 loads in the worker itself.", at_least=0, at_most=256
     )
     train_samples: int = setting(
-        4096, "Number of training samples of the synthetic data set.", at_least=1
+        4096,
+        "Number of training samples of the synthetic data set.",
+        at_least=1,
+        at_most=_MOST_SYNTHETIC,
     )
     test_samples: int = setting(
-        1024, "Number of test samples of the synthetic data set.", at_least=1
+        1024,
+        "Number of test samples of the synthetic data set.",
+        at_least=1,
+        at_most=_MOST_SYNTHETIC,
     )
 
 
@@ -147,12 +162,14 @@ class PartitionConfig:
         2,
         "Least samples per step, of each worker or one by one (BatchNorm needs 2).",
         at_least=1,
+        at_most=_LARGEST_BATCH,
         nonempty=True,
     )
     max_batch: int | tuple[int, ...] | None = setting(
         None,
         "Most samples per step, of each worker or one by one (memory); null sets no cap.",
         at_least=1,
+        at_most=_LARGEST_BATCH,
         nonempty=True,
     )
     min_gain: float = setting(
@@ -212,7 +229,10 @@ class StragglerRule:
         None, "For gamma and exponential: scale in seconds; exponential's mean.", above=0
     )
     factor: float | None = setting(
-        None, "For slowdown: how many times longer the worker's own work takes.", at_least=1
+        None,
+        "For slowdown: how many times longer the worker's own work takes.",
+        at_least=1,
+        at_most=10_000,
     )
     first_epoch: int = setting(0, "First epoch with the delay (from 0).", at_least=0)
     last_epoch: int | None = setting(
@@ -235,9 +255,14 @@ class Config:
         "Equal shares, measured shares with a uniform mean, or with a weighted mean.",
         choices=tuple(ALGORITHMS),
     )
-    epochs: int = setting(150, "Number of passes over the training data.", at_least=1)
+    epochs: int = setting(
+        150, "Number of passes over the training data.", at_least=1, at_most=100_000
+    )
     batch_size: int = setting(
-        256, "Global batch: samples per step of all workers together.", at_least=1
+        256,
+        "Global batch: samples per step of all workers together.",
+        at_least=1,
+        at_most=_LARGEST_BATCH,
     )
     seed: int = setting(
         42, "Seed of weights, order, augmentation and delays.", at_least=0, at_most=2**32 - 1
@@ -280,8 +305,11 @@ class Config:
         None,
         "CPU threads per worker; null: OMP_NUM_THREADS, else an even part of the cores.",
         at_least=1,
+        at_most=1024,
     )
-    timeout: float = setting(600.0, "Seconds a collective operation may take.", above=0)
+    timeout: float = setting(
+        600.0, "Seconds a collective operation may take.", above=0, at_most=7 * 24 * 3600
+    )
     output: str = setting("runs", "Folder that receives the run folders.")
 
 

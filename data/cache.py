@@ -109,7 +109,7 @@ def read_meta(folder: str) -> Meta:
     try:
         with open(path, encoding="utf-8") as file:
             return Meta(**json.load(file))
-    except (OSError, TypeError, ValueError) as error:
+    except (OSError, RecursionError, TypeError, ValueError) as error:
         raise UserError(f"data cache: {path} cannot be read: delete {folder}") from error
 
 

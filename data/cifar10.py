@@ -1,4 +1,8 @@
-"""CIFAR-10 (Krizhevsky 2009), by torchvision: downloaded, checked, and put into the cache."""
+"""CIFAR-10 (Krizhevsky 2009), by torchvision: downloaded, checked, and put into the cache.
+
+Its authors' files are pickles. torchvision opens them only if their MD5 sums are the authors'; a
+file of anyone else is refused unopened.
+"""
 
 from __future__ import annotations
 

@@ -17,6 +17,10 @@ from tqdm import tqdm
 from configs.errors import UserError
 
 CHUNK = 256  # images that one thread decodes at a time
+MOST_PIXELS = 2**26  # of one image; a small file can unfold to gigabytes
+# Those of torchvision's IMG_EXTENSIONS. Pillow goes by content, and has decoders that start other
+# programs: an EPS file called x.png would be run by Ghostscript.
+FORMATS = ("BMP", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 
 Result = TypeVar("Result")
 
@@ -28,8 +32,9 @@ def decode(path: str, size: int, resize: bool) -> np.ndarray:
     cut out. Raises UserError for an unreadable file, or without `resize` for another size.
     """
     try:
-        with Image.open(path) as file:
+        with Image.open(path, formats=FORMATS) as file:
             _refuse_deep_pixels(file.mode, path)
+            _refuse_many_pixels(file.size, path)
             image = file.convert("RGB")
     except UserError:
         raise
@@ -51,7 +56,7 @@ def decode(path: str, size: int, resize: bool) -> np.ndarray:
 def image_side(path: str) -> int:
     """Pixels a side of a square image, from the file's header alone."""
     try:
-        with Image.open(path) as file:
+        with Image.open(path, formats=FORMATS) as file:
             width, height = file.size
     except Exception as error:  # as in `decode`
         reason = " ".join(str(error).split())
@@ -107,6 +112,14 @@ def _refuse_deep_pixels(mode: str, path: str) -> None:
     """Conversion to RGB would cut off 16- and 32-bit values instead of scaling them."""
     if mode[0] in "IF":
         raise UserError(f"image {path} has pixels of more than 8 bits: convert it to 8 bits")
+
+
+def _refuse_many_pixels(size: tuple[int, int], path: str) -> None:
+    width, height = size
+    if width * height > MOST_PIXELS:
+        raise UserError(
+            f"image {path} is {width}x{height} pixels, more than {MOST_PIXELS:,}: make it smaller"
+        )
 
 
 def _cores() -> int:

@@ -30,6 +30,7 @@ from data.images import FileImages
 
 MEASURED_IMAGES = 10_000  # mean and deviation of a large set are those of so many of its images
 SPLITS = ("train", "test")
+DEEPEST = 20  # folders below a class's
 
 
 @dataclass(frozen=True)
@@ -179,12 +180,14 @@ def _list_split(root: str, folder: str, classes: list[str], fingerprint: Fingerp
     return Split(paths, np.array(labels, dtype=np.int64))
 
 
-def _image_files(folder: str) -> Iterator[os.DirEntry[str]]:
-    """All images below a folder, in sorted order."""
+def _image_files(folder: str, depth: int = 0) -> Iterator[os.DirEntry[str]]:
+    """All images below a folder, in sorted order. Raises UserError where it does not end."""
+    if depth > DEEPEST:
+        raise UserError(f"{folder}: more than {DEEPEST} folders deep: is one linked into itself?")
     for entry in sorted(_entries(folder), key=lambda entry: entry.name):
         if entry.is_dir():
-            yield from _image_files(entry.path)
-        elif entry.name.lower().endswith(IMG_EXTENSIONS):
+            yield from _image_files(entry.path, depth + 1)
+        elif entry.name.lower().endswith(IMG_EXTENSIONS) and entry.is_file():
             yield entry
 
 

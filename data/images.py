@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from configs.errors import UserError
 from data.decoding import decode
 
 
@@ -102,10 +103,18 @@ class _FolderImages(ImageSet):
     def _array(self, kind: str) -> np.ndarray:
         if kind not in self._arrays:
             path = os.path.join(self._folder, f"{self._split}-{kind}.npy")
-            mapped = np.load(path, mmap_mode="r", allow_pickle=False)
             # A plain view of the map: indexing np.memmap itself is slower.
-            self._arrays[kind] = np.asarray(mapped)
+            array = np.asarray(self._mapped(path))
+            if array.shape[:1] != (self._count,):
+                raise UserError(f"data cache: {path} is damaged: delete {self._folder}")
+            self._arrays[kind] = array
         return self._arrays[kind]
+
+    def _mapped(self, path: str) -> np.ndarray:
+        try:
+            return np.load(path, mmap_mode="r", allow_pickle=False)
+        except (EOFError, OSError, TypeError, ValueError) as error:
+            raise UserError(f"data cache: {path} cannot be read: delete {self._folder}") from error
 
 
 class CachedImages(_FolderImages):

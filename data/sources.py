@@ -19,7 +19,8 @@ from data.folder import prepare_folder
 from data.images import CachedImages, Data, FileImages, ImageSet, Subset
 from data.synthetic import synthetic_data
 
-CIFAR10_SAMPLES, CIFAR10_CLASSES, CIFAR10_IMAGE_SIZE = 50_000, 10, 32
+CIFAR10_SAMPLES = {"train": 50_000, "test": 10_000}
+CIFAR10_CLASSES, CIFAR10_IMAGE_SIZE = 10, 32
 STREAMS = {"train": 0x737562, "test": 0x737563}  # keep these draws apart from others of the seed
 
 
@@ -49,11 +50,7 @@ def open_data(config: Any, seed: int, prepared: str) -> Data:
         data = synthetic_data(config.train_samples, config.test_samples)
     else:
         data = _open_folder(prepared)
-    if config.image_size not in (None, data.image_size):
-        raise UserError(
-            f"data.image_size: {config.name} has images of {data.image_size} pixels a side; "
-            "only image_folder can bring them to another size"
-        )
+    _check_image_size(config, data.image_size)
     std = tuple(config.std or data.std)
     if min(std) <= 0:
         raise UserError(f"data.std: {std} must be positive; a constant channel needs it set")
@@ -82,7 +79,9 @@ def outline(config: Any, seed: int, once_per_node: Callable[[Callable[[], str]],
     once_per_node: runs a function on one worker of the node and gives its result to all.
     """
     if config.name == "cifar10":
-        total = CIFAR10_SAMPLES if config.subset is None else min(config.subset, CIFAR10_SAMPLES)
+        _check_image_size(config, CIFAR10_IMAGE_SIZE)
+        total = _subset_size(CIFAR10_SAMPLES["train"], config.subset, "data.subset")
+        _subset_size(CIFAR10_SAMPLES["test"], config.test_subset, "data.test_subset")
         return Outline(total, CIFAR10_CLASSES, CIFAR10_IMAGE_SIZE)
     data = open_data(config, seed, once_per_node(partial(prepare, config)))
     return Outline(len(data.train), len(data.classes), data.image_size)
@@ -92,10 +91,24 @@ def _subset(images: ImageSet, count: int | None, seed: int, split: str, key: str
     """The first `count` samples of a permutation: a smaller subset is part of a larger one."""
     if count is None:
         return images
-    if not 1 <= count <= len(images):
-        raise UserError(f"{key}: {count} is not within 1..{len(images)}, the size of the set")
+    kept = _subset_size(len(images), count, key)
     generator = np.random.default_rng(np.random.SeedSequence((STREAMS[split], seed)))
-    return Subset(images, generator.permutation(len(images))[:count])
+    return Subset(images, generator.permutation(len(images))[:kept])
+
+
+def _subset_size(size: int, count: int | None, key: str) -> int:
+    """The number of samples that are used of a set of `size`. Raises UserError for too many."""
+    if count is not None and not 1 <= count <= size:
+        raise UserError(f"{key}: {count} is not within 1..{size}, the size of the set")
+    return size if count is None else count
+
+
+def _check_image_size(config: Any, own: int) -> None:
+    if config.image_size not in (None, own):
+        raise UserError(
+            f"data.image_size: {config.name} has images of {own} pixels a side; "
+            "only image_folder can bring them to another size"
+        )
 
 
 def _open_folder(folder: str) -> Data:

@@ -21,6 +21,7 @@ import yaml
 
 from benchmarks.common import machine
 from configs.errors import UserError
+from configs.files import read_json
 from configs.schema import Config, StragglerRule, from_mapping, resolve, to_mapping
 from data.sources import outline
 from experiments.grid import set_keys
@@ -183,10 +184,7 @@ def _with_times(
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+    entries = read_json(path)
     if not isinstance(entries, list) or not all(map(_is_entry, entries)):
         raise UserError(f"{path} is no list of calibrations: put it back, or use another --output")
     return entries

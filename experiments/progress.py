@@ -6,6 +6,8 @@ import sys
 
 from tqdm import tqdm
 
+from terminal import say
+
 _BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} epochs [{elapsed} so far{postfix}]"
 
 
@@ -29,8 +31,7 @@ class Progress:
             self._bar = tqdm(total=epochs, bar_format=_BAR, leave=False, dynamic_ncols=True)
 
     def say(self, text: str) -> None:
-        tqdm.write(text, file=sys.stdout)
-        sys.stdout.flush()
+        say(text)
 
     def show(self, done: int, title: str, left: float | None) -> None:
         """Moves the bar to `done` epochs; left: seconds until all runs are done."""

@@ -6,6 +6,6 @@ classification model of torchvision can be had as it is, by `torchvision/NAME`.
 
 from __future__ import annotations
 
-from models.registry import build, names
+from models.registry import build, check_single_sample, names
 
-__all__ = ["build", "names"]
+__all__ = ["build", "check_single_sample", "names"]

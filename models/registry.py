@@ -44,6 +44,21 @@ def build(name: str, classes: int, image_size: int = 32) -> nn.Module:
     return model
 
 
+def check_single_sample(model: nn.Module, name: str, image_size: int) -> None:
+    """Raises UserError for a model that cannot be trained on one sample at a time.
+
+    BatchNorm has nothing to normalise over where one sample's layer is down to one pixel.
+    """
+    try:
+        _forward_without_data(model, 1, image_size, training=True)
+    except ValueError as error:
+        reason = " ".join(str(error).split())[:120]
+        raise UserError(
+            f"partition.min_batch: 1, but {name} cannot be trained on a single image of "
+            f"{image_size}x{image_size} pixels ({reason}): set partition.min_batch to 2"
+        ) from error
+
+
 def _torchvision_names() -> list[str]:
     """torchvision's classification models (not its detection, video or quantized ones)."""
     return torchvision.models.list_models(module=torchvision.models)
@@ -67,18 +82,23 @@ def _build_torchvision(name: str, classes: int, image_size: int) -> nn.Module:
 
 def _check_image_size(model: nn.Module, name: str, classes: int, image_size: int) -> None:
     """One forward pass without data or arithmetic, to fail here and not in the first step."""
-    # With parameters and buffers replaced in advance, the copy takes no memory.
-    tensors = [*model.parameters(), *model.buffers()]
-    without_data: dict[int, Any] = {id(tensor): tensor.to("meta") for tensor in tensors}
-    probe = copy.deepcopy(model, without_data).eval()
-    images = torch.empty(2, 3, image_size, image_size, device="meta")
     try:
-        with torch.no_grad():
-            logits = probe(images)
+        logits = _forward_without_data(model, 2, image_size, training=False)
     except (AssertionError, IndexError, RuntimeError, ValueError) as error:
         raise UserError(_unsuitable(name, image_size, error)) from error
     if logits.shape != (2, classes):
         raise UserError(f"model.name: {name} returns {tuple(logits.shape)}, not logits per class")
+
+
+def _forward_without_data(
+    model: nn.Module, samples: int, image_size: int, training: bool
+) -> torch.Tensor:
+    # With parameters and buffers replaced in advance, the copy takes no memory.
+    tensors = [*model.parameters(), *model.buffers()]
+    without_data: dict[int, Any] = {id(tensor): tensor.to("meta") for tensor in tensors}
+    probe = copy.deepcopy(model, without_data).train(training)
+    with torch.no_grad():
+        return probe(torch.empty(samples, 3, image_size, image_size, device="meta"))
 
 
 def _unsuitable(name: str, image_size: int, error: Exception) -> str:

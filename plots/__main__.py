@@ -15,6 +15,7 @@ from pathlib import Path
 
 from configs.errors import UserError
 from plots.output import write_output
+from terminal import say
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,10 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(output.text)
+    say(output.text)
     for note in output.notes:
         print(f"note: {note}", file=sys.stderr)
-    print(f"\n{len(output.files)} files in {options.out}")
+    say(f"\n{len(output.files)} files in {options.out}")
     return 0
 
 

@@ -9,7 +9,6 @@ writes the record's figure as SVG and PNG. Needs its JSON file alone.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +22,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from configs.errors import UserError
+from configs.files import read_json
 from plots import style
+from terminal import say
 
 COLUMNS = 2
 PANEL_WIDTH, PANEL_HEIGHT = 3.6, 2.0
@@ -154,10 +155,7 @@ def write_figure(path: Path, folder: Path) -> list[Path]:
 
     Raises UserError where the file holds no results of a benchmark that has a figure.
     """
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: not a benchmark's JSON file ({error})") from error
+    document = read_json(path)
     name = document.get("benchmark") if isinstance(document, dict) else None
     if name not in FIGURES:
         known = ", ".join(FIGURES)
@@ -167,7 +165,10 @@ def write_figure(path: Path, folder: Path) -> list[Path]:
     except OSError as error:
         raise UserError(f"{folder}: cannot make the folder ({error.strerror})") from error
     with matplotlib.rc_context(style.RC):
-        figure = FIGURES[name](document["results"])
+        try:
+            figure = FIGURES[name](document["results"])
+        except (LookupError, TypeError, ValueError, StopIteration) as error:
+            raise UserError(f"{path}: its results are damaged: measure again") from error
     return style.save(figure, folder / name)
 
 
@@ -184,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(*files, sep="\n")
+    say("\n".join(map(str, files)))
     return 0
 
 

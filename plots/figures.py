@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 from plots import style
 from plots.grouping import BASELINE, Experiment, Workload
@@ -150,6 +151,8 @@ def _scale_loss(axis: Axes, experiment: Experiment, parts: Sequence[str]) -> Non
     losses = losses[np.isfinite(losses) & (losses > 0)]
     if len(losses) and losses.max() > _LOG_SPAN * losses.min():
         axis.set_yscale("log")
+        axis.yaxis.set_major_formatter("{x:g}")  # the default one's 10^n are formulas: see style.RC
+        axis.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _finish(figure: Figure, experiment: Experiment, axis: Axes) -> None:

@@ -48,7 +48,7 @@ def column(run: Run, *keys: str) -> np.ndarray:
     ]
     try:
         return np.array([np.nan if value is None else value for value in values], dtype=float)
-    except (TypeError, ValueError):
+    except (OverflowError, TypeError, ValueError):
         raise UserError(f"{file}: '{'.'.join(keys)}' is not numbers of one shape") from None
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from configs.errors import UserError
+from configs.files import read_json
 from plots.estimates import Ratio, Spread, ratio_of_means
 from plots.grouping import BASELINE
 
@@ -113,14 +113,12 @@ def read_predictions(path: Path, authors: Authors) -> Predictions:
     Raises UserError that names the file and its fault.
     """
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = read_json(path)
         predictions: Predictions = {}
         for row in document["results"]["runs"]:
             key, algorithm = PaperKey(row["model"], float(row["delay_seconds"])), row["algorithm"]
             predictions.setdefault(key, {})[algorithm] = _prediction(row, authors[key])
         return predictions
-    except OSError as error:
-        raise UserError(f"{path}: cannot read the predictions ({error.strerror})") from error
     except KeyError as error:
         raise UserError(f"{path} lacks {error}: {_REMEDY}") from error
     except (AttributeError, TypeError, ValueError, ZeroDivisionError) as error:

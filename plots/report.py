@@ -25,6 +25,7 @@ from plots.grouping import Experiment, count, group, workloads
 from plots.page import document, figure, node, notes
 from plots.reference import Authors, Predictions, read_authors, read_predictions
 from plots.style import Cue
+from terminal import say
 
 _TITLE = "Heterogeneous SGD: own runs beside the paper’s"
 
@@ -243,7 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(options.out)
+    say(str(options.out))
     return 0
 
 

@@ -54,6 +54,8 @@ RC: dict[str, Any] = {
     "svg.fonttype": "path",
     # Without a fixed salt the ids inside an SVG, and so its bytes, differ from call to call.
     "svg.hashsalt": "plots",
+    # Names come from other people's records: a $ in them is a letter, not the start of a formula.
+    "text.parse_math": False,
 }
 
 

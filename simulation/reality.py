@@ -7,7 +7,6 @@ Plans are not taken over: the simulated partitioner finds its own, from simulate
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from configs.errors import UserError
+from configs.files import read_json
 from simulation.exchange import Exchange
 from simulation.model import Cluster, Phase, Strategy, simulate
 
@@ -27,14 +27,15 @@ Fit = Mapping[str, Any]
 
 def read_balance(path: Path) -> Mapping[str, Any]:
     """The results of a record of benchmarks/balance.py. Raises UserError where it is none."""
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: not a benchmark's JSON file ({error})") from error
+    document = read_json(path)
     if not isinstance(document, dict) or document.get("benchmark") != "balance":
         raise UserError(f"{path}: holds no results of benchmarks/balance.py")
-    results = document["results"]
-    for run in (run for scenario in results["scenarios"] for run in scenario["runs"]):
+    try:
+        results = document["results"]
+        runs = [run for scenario in results["scenarios"] for run in scenario["runs"]]
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{path}: its results are damaged: measure again") from error
+    for run in runs:
         for key in ("wall_seconds", "steps", "fits"):
             if key not in run:
                 raise UserError(

@@ -42,6 +42,10 @@ def refusals(outcomes: list[Outcome], *parts: str) -> None:
         (["batch_size=3"], ["batch_size 3", "2 workers"]),
         (["partition.max_batch=4"], ["partition.max_batch 4", "batch_size 32"]),
         (["data.subset=1000"], ["data.subset", "1000", "104"]),
+        (["partition.policy=replay", "partition.replay=/no/such"], ["partition.replay: /no/such"]),
+        (["partition.min_batch=1", "model.name=torchvision/resnet18"],
+         ["partition.min_batch", "resnet18", "32x32"]),
+        (["--output", "o" * 300], ["output", "name too long"]),
         pytest.param(
             ["--device", "cuda"], ["no GPU", "--device cpu"],
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
@@ -86,6 +90,20 @@ def test_an_environment_that_is_no_number_is_refused(tmp_path):
         tmp_path, 1, run_trainer, "--config", "demo", limit=SOON, environment={"WORLD_SIZE": "two"}
     )
     refusals(outcomes, "WORLD_SIZE", "two")
+
+
+@pytest.mark.parametrize(
+    "arguments, parts",
+    [
+        (["partition.policy=replay", "partition.replay=/no/such"], ["partition.replay: /no/such"]),
+        (["data.name=cifar10", "data.subset=50001"], ["data.subset", "50001", "1..50000"]),
+        (["data.name=cifar10", "data.test_subset=10001"], ["data.test_subset", "1..10000"]),
+        (["data.name=cifar10", "data.image_size=64"], ["data.image_size", "32"]),
+        (["partition.min_batch=1", "model.name=torchvision/resnet18"], ["partition.min_batch"]),
+    ],
+)
+def test_a_dry_run_refuses_it_too(tmp_path, arguments, parts):
+    refusals(launch(tmp_path, 2, "--dry-run", *arguments, limit=SOON), *parts)
 
 
 # --- a damaged image on one worker ----------------------------------------------------------------

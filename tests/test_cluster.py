@@ -238,25 +238,61 @@ def test_a_one_that_torchrun_set_is_not_the_user_s(cores, monkeypatch, start, en
 
 
 @pytest.mark.parametrize(
-    "backend, device, local_size, gpus, parts",
-    [
-        (None, "cuda", 1, 0, ["device", "--device cpu"]),
-        ("nccl", None, 1, 0, ["nccl", "--backend gloo"]),
-        ("nccl", "cuda", 3, 2, ["3 workers", "2 GPU(s)", "--nproc_per_node=2", "--backend gloo"]),
-    ],
+    "backend, device, parts",
+    [(None, "cuda", ["device", "--device cpu"]), ("nccl", None, ["nccl", "--backend gloo"])],
 )
-def test_a_set_up_that_cannot_work_is_refused(
-    monkeypatch, backend, device, local_size, gpus, parts
-):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+def test_a_set_up_that_cannot_work_is_refused(monkeypatch, backend, device, parts):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError) as raised:
-        cluster._backend(backend, cluster._device_kind(device), local_size)
+        cluster._backend(backend, cluster._device_kind(device))
     for part in parts:
         assert part in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "devices, named",
+    [
+        (["a"], None),
+        (["a", "b", "c"], None),
+        (["a", "a"], ["ranks 0 and 1 "]),
+        (["a", "b", "a", "c", "b", "a"], ["ranks 0 and 2 and 5,", "ranks 1 and 4 "]),
+    ],
+)
+def test_two_workers_on_one_gpu_are_named(devices, named):
+    if named is None:
+        return cluster.refuse_shared(devices)
+    with pytest.raises(UserError) as raised:
+        cluster.refuse_shared(devices)
+    for part in [*named, "--backend gloo", "CUDA_VISIBLE_DEVICES"]:
+        assert part in str(raised.value)
+
+
+def joined_with(devices: list[str]) -> str:
+    """Joins with GPUs as told, and with gloo in NCCL's place; the refusal, or how many there are.
+
+    As with CUDA_VISIBLE_DEVICES set for each worker, every one sees a single GPU.
+    """
+    torch.cuda.is_available = lambda: True
+    torch.cuda.device_count = lambda: 1
+    torch.cuda.set_device = lambda device: None
+    cluster._device_id = lambda device: devices[int(os.environ["RANK"])]
+    make = cluster.dist.init_process_group
+    cluster.dist.init_process_group = lambda backend, **options: make("gloo", **options)
+    try:
+        with join("nccl", "cuda", 1, 30.0) as workers:
+            return f"{workers.size} on {workers.device}"
+    except UserError as error:
+        return str(error)
+
+
+def test_nccl_takes_one_visible_gpu_per_worker_unless_it_is_the_same_one(tmp_path):
+    got = values(run_workers(tmp_path / "own", 3, joined_with, ["a", "b", "c"]))
+    assert got == ["3 on cuda:0"] * 3
+    got = values(run_workers(tmp_path / "shared", 3, joined_with, ["a", "b", "b"]))
+    assert all("ranks 1 and 2 have the same GPU" in told for told in got), got
 
 
 def test_gpus_are_shared_over_gloo(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert cluster._backend("gloo", cluster._device_kind(None), 4) == "gloo"
+    assert cluster._backend("gloo", cluster._device_kind(None)) == "gloo"

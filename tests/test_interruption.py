@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from processes import run_trainer
-from test_resume import LENET, READ_AHEAD, RESNET, check_equal, interrupt
+from test_resume import LENET, READ_AHEAD, RESNET, check_equal
 from training import launch, records, run_path, train
 
 SOON = 40.0  # seconds; what hangs would do so for the 60 of the config's timeout
@@ -232,18 +232,6 @@ def test_a_full_disk_ends_all_with_one_line_and_nothing_is_lost(tmp_path, room, 
     state = torch.load(path / "checkpoint.pt", weights_only=True)
     assert state["next_epoch"] == 1 and records(path)[0]["epoch"] == 0
     check_equal(train(tmp_path, 2, **options), train(tmp_path / "undisturbed", 2, **options))
-
-
-# --- memory that an earlier run ran out of ----------------------------------------------------
-
-
-def test_a_run_that_replaces_another_forgets_its_caps(tmp_path):
-    interrupt(tmp_path, 2, "append_epoch", 2, **LENET)
-    for rank in range(4):
-        (run_path(tmp_path) / f"cap-{rank}.json").write_text('{"max_batch": 5}')
-    run = train(tmp_path, 2, "--overwrite", **LENET)
-    assert run.epochs[0]["batch_sizes"] == [16, 16]
-    assert not list(run.path.glob("cap-*.json"))
 
 
 # --- one folder, two jobs ---------------------------------------------------------------------

@@ -116,6 +116,38 @@ def test_weights_follow_the_seed_and_the_check_draws_nothing() -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize(
+    ("name", "size", "fits"),
+    [
+        ("lenet", 32, True),
+        ("resnet20", 32, True),
+        ("resnet50", 32, True),
+        ("vgg16", 32, True),
+        ("torchvision/resnet18", 64, True),
+        ("torchvision/resnet18", 32, False),
+        ("resnet50", 8, False),
+    ],
+)
+def test_models_that_cannot_be_trained_on_a_single_sample(name: str, size: int, fits: bool) -> None:
+    model = models.build(name, 10, image_size=size)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    image = torch.randn(1, 3, size, size)
+    if fits:
+        models.check_single_sample(model, name, size)
+    else:
+        with pytest.raises(UserError) as caught:
+            models.check_single_sample(model, name, size)
+        for part in ("partition.min_batch", name, f"{size}x{size}"):
+            assert part in str(caught.value)
+    # The check has left the model alone, and says what training itself does.
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    if fits:
+        model.train()(image)
+    else:
+        with pytest.raises(ValueError, match="more than 1 value per channel"):
+            model.train()(image)
+
+
 def test_names() -> None:
     names = models.names()
     assert names[:4] == list(OWN)

@@ -87,6 +87,29 @@ def test_a_last_line_that_is_still_being_written_is_left_out(run):
         assert [epoch["epoch"] for epoch in read_run(run).epochs] == [0, 1]
 
 
+@pytest.mark.parametrize("order", [[0, 2], [1], [0, 1, 1], [1, 0], [0, 0, 1, 2], [0, 1, 2, 0]])
+def test_epochs_that_are_missing_or_there_twice_are_named(run, order):
+    lines = (run / "epochs.jsonl").read_text().splitlines()
+    (run / "epochs.jsonl").write_text("".join(f"{lines[number]}\n" for number in order))
+    wrong = next(n for n, number in enumerate(order) if n != number)
+    message = refusal(run, "epochs.jsonl")
+    assert f"line {wrong + 1} is of epoch {order[wrong]}, not {wrong}" in message
+
+
+@pytest.mark.parametrize("value", ["true", "0.0", "-1", "1e0", '"0"', "null", "[0]"])
+def test_an_epoch_that_is_no_number_is_named(run, value):
+    (run / "epochs.jsonl").write_text(f'{{"epoch": {value}}}\n')
+    assert "line 1" in refusal(run, "epochs.jsonl")
+
+
+def test_a_config_that_no_run_could_have_is_named(run):
+    text = (run / "config.yaml").read_text()
+    for right, wrong in (("epochs: 3\n", "epochs: many\n"), ("name: lenet-low\n", "")):
+        assert right in text
+        (run / "config.yaml").write_text(text.replace(right, wrong))
+        refusal(run, "config.yaml")
+
+
 def test_a_run_whose_first_epoch_is_still_being_written_is_refused(run):
     (run / "epochs.jsonl").write_text('{"epoch": 0, "train_loss": 2.')
     assert "no epoch yet" in refusal(run, "epochs.jsonl")
