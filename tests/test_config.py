@@ -32,12 +32,13 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Every key, written down by hand as the README documents them.
 KEYS = """
-name algorithm epochs batch_size seed gradient_weight stragglers exchange precision memory_format
+name algorithm epochs batch_size batch_per_worker accumulate label_smoothing seed gradient_weight stragglers exchange precision memory_format
 evaluation_batch_size backend device threads timeout output model.name data.name data.root
 data.cache data.subset data.test_subset data.image_size data.mean data.std data.crop_padding
 data.flip data.placement data.memory_limit_gib data.loader_workers data.train_samples
 data.test_samples optimizer.lr optimizer.momentum optimizer.nesterov optimizer.weight_decay
-schedule.kind partition.policy partition.shares partition.every partition.min_batch
+schedule.kind schedule.milestones schedule.factor schedule.scale_lr schedule.reference_batch_size
+schedule.warmup_epochs partition.policy partition.shares partition.every partition.min_batch
 partition.max_batch partition.min_gain partition.replay
 stragglers.N.ranks stragglers.N.kind stragglers.N.seconds
 stragglers.N.fraction stragglers.N.busy_seconds stragglers.N.shape stragglers.N.scale
@@ -48,13 +49,17 @@ DEFAULTS = """
 algorithm: edp-sgd
 epochs: 150
 batch_size: 256
+batch_per_worker: null
+accumulate: 1
+label_smoothing: 0.0
 seed: 42
 model: {name: resnet50}
 data: {name: cifar10, root: data, cache: data/cache, subset: null, test_subset: null,
        image_size: null, mean: null, std: null, crop_padding: 4, flip: true, placement: auto,
        memory_limit_gib: 4.0, loader_workers: 2, train_samples: 4096, test_samples: 1024}
 optimizer: {lr: 0.1, momentum: 0.9, nesterov: true, weight_decay: 0.0005}
-schedule: {kind: cosine}
+schedule: {kind: cosine, milestones: null, factor: 0.1, scale_lr: none, reference_batch_size: 256,
+  warmup_epochs: 0.0}
 partition: {policy: null, shares: null, every: epoch, min_batch: 2, max_batch: null,
   min_gain: 0.01, replay: null}
 gradient_weight: null
