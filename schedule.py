@@ -30,9 +30,9 @@ def learning_rate(config: Config, epoch: int, step: int = 0, steps: int = 1) -> 
     run's first step to the scaled rate in the first step after the warm-up (Goyal et al. 2017,
     section 2.2); it never starts above the scaled rate. From then on it changes once an epoch:
     `cosine` falls from the scaled rate to 0 over the epochs that are left (Loshchilov and Hutter
-    2017, equation 5, without restarts; the paper's), `step` is multiplied by schedule.factor at each
-    milestone, `constant` stays. PyTorch's SGD keeps the rate out of its momentum, so a change needs
-    no correction (Goyal et al. 2017, section 3).
+    2017, equation 5, without restarts; the paper's), `step` is multiplied by schedule.factor at
+    each milestone, `constant` stays. PyTorch's SGD keeps the rate out of its momentum, so a change
+    needs no correction (Goyal et al. 2017, section 3).
     """
     schedule, peak = config.schedule, scaled_rate(config)
     warm_up, done = _warm_up_steps(config, steps), epoch * steps + step

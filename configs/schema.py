@@ -80,8 +80,20 @@ class DataConfig:
         length=3,
         above=0,
     )
+    crop: str = setting(
+        "pad",
+        "Training images: padded and cut to the old size at random, or (resized) a part of random"
+        " size and shape of each file of an image_folder, brought to image_size.",
+        choices=("pad", "resized"),
+    )
     crop_padding: int = setting(
-        4, "Pixels padded on each side before the random crop; 0 crops nothing.", at_least=0
+        4, "For pad: pixels on each side before the random crop; 0 crops nothing.", at_least=0
+    )
+    test_resize: int | None = setting(
+        None,
+        "For image_folder: shorter side of test images, of which the centre of image_size is cut"
+        " out; null: image_size.",
+        at_least=1,
     )
     flip: bool = setting(True, "Whether training images are mirrored at random.")
     placement: str = setting(
@@ -269,7 +281,7 @@ class Config:
     schedule: ScheduleConfig = setting(ScheduleConfig(), "The learning rate over the run.")
     label_smoothing: float = setting(
         0.0,
-        "Part of a training label's weight that is spread evenly over all classes; tests have none.",
+        "Part of a training label's weight that is spread over all classes; tests have none.",
         at_least=0,
         below=1,
     )
