@@ -1,13 +1,13 @@
 """Reading, cropping and normalising image files: images a second, against a plain DataLoader.
 
     python benchmarks/decoding.py --check --out results/decoding.json
-    python benchmarks/decoding.py --data /path/to/imagenet        # train/<class>/… and val/<class>/…
+    python benchmarks/decoding.py --data /path/to/imagenet    # train/<class>/ and val/<class>/
 
-Both give batches of 64 at 224 pixels, cut out of the files at random, flipped and normalised; by the
-training's own pipeline (data.crop=resized, whose draws are of (seed, epoch, sample)), and by what
-anyone would write: torchvision's ImageFolder, RandomResizedCrop, RandomHorizontalFlip, ToTensor and
-Normalize in a DataLoader. Each with 0, 1 and 2 loader processes, in turns; nothing is trained. The
-made-up files are JPEG of 375 to 500 pixels a side; they are smooth, so photographs take longer.
+Both give batches of 64 at 224 pixels, cut out of the files at random, flipped and normalised; by
+the training's own pipeline (data.crop=resized, whose draws are of (seed, epoch, sample)), and by
+what anyone would write: torchvision's ImageFolder, RandomResizedCrop, RandomHorizontalFlip,
+ToTensor and Normalize in a DataLoader. Each with 0, 1 and 2 loader processes, in turns; nothing is
+trained. The made-up files are JPEG of 375 to 500 pixels a side, smooth: photographs take longer.
 Ratios are medians over rounds of the ratio within a round; the first epoch of each is left out.
 """
 
@@ -82,7 +82,7 @@ def _compared(root: str, folder: str, images: int, rounds: int, processes: int) 
         subset=images, loader_workers=processes,
     )  # fmt: skip
     data = open_data(config, 0, prepare(config))
-    own, plain = _own(config, data), _plain(root, data, images, processes)
+    own, plain = _own(config, data), _plain(root, data, processes)
     seconds = [(_seconds(own, epoch), _seconds(plain, epoch)) for epoch in range(rounds + 1)][1:]
     ratios = [theirs / ours for ours, theirs in seconds]
     ours, theirs = (images / statistics.median(column) for column in zip(*seconds))
@@ -102,7 +102,7 @@ def _own(config: DataConfig, data: Data) -> Epoch:
     return pipeline.batches
 
 
-def _plain(root: str, data: Data, images: int, processes: int) -> Epoch:
+def _plain(root: str, data: Data, processes: int) -> Epoch:
     steps = [
         transforms.RandomResizedCrop(SIZE),
         transforms.RandomHorizontalFlip(),
@@ -110,12 +110,11 @@ def _plain(root: str, data: Data, images: int, processes: int) -> Epoch:
         transforms.Normalize(data.mean, data.std),
     ]
     files = datasets.ImageFolder(f"{root}/train", transforms.Compose(steps))
-    # The files that the subset of the other loop has.
-    chosen = data.train.positions.tolist() if len(files) > images else range(images)
+    # The files of the other loop's subset, in its order.
+    chosen = torch.utils.data.Subset(files, data.train.positions.tolist())
     loader = DataLoader(
-        torch.utils.data.Subset(files, chosen), BATCH, num_workers=processes,
-        persistent_workers=processes > 0,
-    )  # fmt: skip
+        chosen, BATCH, num_workers=processes, persistent_workers=processes > 0
+    )
     return lambda epoch: loader
 
 

@@ -263,7 +263,6 @@ class _Reader:
         self, request: tuple[np.ndarray, np.ndarray | None]
     ) -> tuple[np.ndarray, torch.Tensor] | str:
         indices, seeds = request
-        read = self._images.read
         try:
             if seeds is None:
                 return indices, torch.from_numpy(self._images.read(indices))
