@@ -244,6 +244,7 @@ def provenance(repository: Path) -> dict[str, Any]:
             "cuda": torch.version.cuda,
         },
         "platform": platform.platform(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
 
