@@ -465,7 +465,7 @@ def test_unreadable_files(tmp_path):
 @pytest.mark.parametrize("name", ["nowhere/x.yaml", "lenet-lo", "", "\0", "x" * 5000, "a\nb"])
 def test_a_missing_file_lists_the_configs_that_ship(name):
     message = refusal(parse, ["--config", name])
-    assert "demo, lenet-high, lenet-low" in message
+    assert "demo, imagenet-resnet50, lenet-high, lenet-low" in message
 
 
 def test_a_missing_file_suggests_the_nearest_config():
