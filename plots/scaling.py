@@ -25,9 +25,10 @@ from matplotlib.figure import Figure
 
 import recorder
 from configs.errors import UserError
+from plots import scaling_accuracy as accuracies
 from plots import scaling_figures as figures
 from plots import style
-from plots.estimates import percent_text
+from plots.estimates import Spread, percent_text
 from plots.scaling_predictions import Costs, Network, measured_costs, predicted
 from plots.scaling_records import Family, Point, families, points, seconds_to
 
@@ -68,19 +69,22 @@ def write_study(
 
 
 def _figures(
-    family: Family, costs: Costs | None, network: Network | None, goal: float
+    family: Family, costs: Costs | None, network: Network | None, goal: float | None
 ) -> Iterator[tuple[str, Callable[[], Figure | None]]]:
     yield "throughput-efficiency", partial(figures.scaling, family, costs, network)
     yield "mixed-workers", partial(figures.mixed, family, costs, network)
     yield "exchange", partial(figures.exchanges, family)
     yield "busy-shares", partial(figures.busy_shares, family)
-    yield "time-to-accuracy", partial(figures.time_to_accuracy, family, goal)
-    yield "accuracy-batch", partial(figures.accuracy_by_batch, family)
+    yield "time-to-accuracy", partial(accuracies.time_to_accuracy, family, goal)
+    yield "accuracy-batch", partial(accuracies.accuracy_by_batch, family)
 
 
-def _goal(family: Family) -> float:
+def _goal(family: Family) -> float | None:
     """The accuracy, 0..1, that times are taken to: a little below the best final one."""
-    best = max(point.top1.mean for point in figures.trained_points(family))
+    trained = accuracies.trained_points(family)
+    if not trained:
+        return None
+    best = max(point.top1.mean for point in trained)
     return max(1, math.floor(100 * best) - _BELOW_BEST) / 100
 
 
@@ -88,7 +92,7 @@ def _goal(family: Family) -> float:
 
 
 def _record(
-    family: Family, costs: Costs | None, network: Network | None, goal: float
+    family: Family, costs: Costs | None, network: Network | None, goal: float | None
 ) -> dict[str, Any]:
     """All numbers behind a family's figures: seconds, samples/s, fractions."""
     return {
@@ -98,7 +102,7 @@ def _record(
         "throughput": _throughputs(family),
         "predictions": [] if costs is None else _checks(family, costs, network),
         "accuracy_goal": goal,
-        "points": [_point(point, goal) for point in family.points],
+        "trained": [_point(point, goal) for point in accuracies.trained_points(family)],
     }
 
 
@@ -151,9 +155,9 @@ def _error(ends: tuple[float, float], measured: float) -> float:
     return sum(ends) / 2 / measured - 1
 
 
-def _point(point: Point, goal: float) -> dict[str, Any]:
+def _point(point: Point, goal: float | None) -> dict[str, Any]:
     key, top1 = point.setting, point.top1
-    times = [seconds_to(run, goal) for run in point.runs]
+    times = [None if goal is None else seconds_to(run, goal) for run in point.runs]
     return {
         "workers": key.workers, "batch": key.batch, "rule": key.rule, "algorithm": key.algorithm,
         "exchange": key.exchange, "cluster": key.cluster, "epochs": key.epochs,
@@ -195,6 +199,8 @@ def _markdown(record: dict[str, Any]) -> list[str]:
             )
         )  # fmt: skip
     goal = record["accuracy_goal"]
+    if goal is None:
+        return parts
     parts.append(f"Whole runs; seconds of training to {100 * goal:g} % test top-1, by seed.")
     parts.append(
         _table(
@@ -204,9 +210,9 @@ def _markdown(record: dict[str, Any]) -> list[str]:
                 [r["cluster"], r["algorithm"], r["exchange"], f"{r['workers']}", f"{r['batch']:,}",
                  r["rule"], f"{r['epochs']}",
                  f"{r['seeds']}" + (f", {r['unfinished']} unfinished" if r["unfinished"] else ""),
-                 percent_text(figures.Spread(r["top1"], r["top1_sd"])),
+                 percent_text(Spread(r["top1"], r["top1_sd"])),
                  ", ".join(_UNKNOWN if s is None else f"{s:.1f}" for s in r["seconds_to_goal"])]
-                for r in record["points"]
+                for r in record["trained"]
             ],
         )
     )  # fmt: skip

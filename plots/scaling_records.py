@@ -178,11 +178,6 @@ def on_one_machine(run: Run) -> bool:
     )
 
 
-def sd(spreads: Sequence[Spread]) -> list[float]:
-    """Standard deviations for error bars; 0 where there is one seed alone."""
-    return [spread.sd or 0.0 for spread in spreads]
-
-
 def _setting(run: Run) -> Setting:
     factors, delayed = np.ones(workers(run)), False
     for rule in setting(run, "stragglers"):
