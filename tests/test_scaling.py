@@ -181,8 +181,9 @@ def test_figures_and_numbers_of_the_whole_study(study, capsys):
             low, high = row["predicted_on_shared_cores"]
             assert 0.97 * low < row["measured"] < 1.03 * high and row["error"] > 0.3
     # A worker's share of two cores is half of one.
-    four = [row for row in record["throughput"] if (row["workers"], row["batch"]) == (4, 1024)]
-    assert four[0]["cluster"] == "equal" and four[0]["efficiency"] < 0.5
+    alike = [row for row in record["throughput"] if row["cluster"] == "equal"]
+    (four,) = [row for row in alike if (row["workers"], row["batch"]) == (4, 1024)]
+    assert 0.4 < four["efficiency"] < 0.5
     assert record["accuracy_goal"] == math.floor(100 * max(r["top1"] for r in record["trained"])
                                                  ) / 100 - 0.05  # fmt: skip
     lost = [r for r in record["trained"] if r["unfinished"]]
@@ -204,7 +205,8 @@ def test_trainings_are_compared_that_differ_by_batch_and_rule_alone(study):
 
 
 def test_a_given_network_and_accuracy(study, tmp_path):
-    arguments = [str(study / "runs"), "--out", str(tmp_path), "--accuracy", "40"]
+    runs = [str(path) for name in ("weak", "train") for path in study.glob(f"runs/lenet-{name}*")]
+    arguments = [*runs, "--out", str(tmp_path), "--accuracy", "40"]
     assert scaling.main([*arguments, "--bandwidth", "1e9", "--latency", "1e-5"]) == 0
     (record,) = json.loads((tmp_path / "scaling.json").read_text())
     assert record["network"] == {"bandwidth": 1e9, "latency": 1e-5}
