@@ -59,7 +59,8 @@ label_smoothing: 0.0
 seed: 42
 model: {name: resnet50}
 data: {name: cifar10, root: data, cache: data/cache, subset: null, test_subset: null,
-       image_size: null, mean: null, std: null, crop: pad, crop_padding: 4, flip: true, test_resize: null, placement: auto,
+       image_size: null, mean: null, std: null, crop: pad, crop_padding: 4, flip: true,
+       test_resize: null, placement: auto,
        memory_limit_gib: 4.0, loader_workers: 2, train_samples: 4096, test_samples: 1024}
 optimizer: {lr: 0.1, momentum: 0.9, nesterov: true, weight_decay: 0.0005}
 schedule: {kind: cosine, milestones: null, factor: 0.1, scale_lr: none, reference_batch_size: 256,
@@ -508,7 +509,7 @@ def test_shipped_configs(name):
 
 
 def test_the_large_batch_recipe_for_1000_classes():
-    """Goyal et al. 2017, section 5.1, with 64 workers: a global batch of 8,192 and a rate of 3.2."""
+    """Goyal et al. 2017, section 5.1, with 64 workers: a global batch of 8,192, a rate of 3.2."""
     config = for_workers(parse(["--config", "imagenet-resnet50"]).config, 64)
     assert (config.batch_size, config.epochs, config.precision) == (8192, 90, "bf16")
     assert (config.model.name, config.data.image_size) == ("torchvision/resnet50", 224)

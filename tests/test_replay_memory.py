@@ -94,7 +94,8 @@ def test_the_worker_finishes_its_part_in_micro_batches_and_gets_less_from_then_o
 def train_with_buckets_sent(rank: int, accumulate: int) -> tuple[list[int], list[float]]:
     """Three steps; in the second, memory of worker `rank` does not suffice for the last gradient.
 
-    accumulate: micro-batches, of which the last one fails. Returns how many buckets had left by then, and the final weights.
+    accumulate: micro-batches, of which the last one fails. Returns how many buckets had left by
+    then, and the final weights.
     """
     with join("gloo", "cpu", 1, 30.0) as workers:
         # Gradients of 8 MB; DDP's first bucket holds one of them.
