@@ -1,15 +1,19 @@
 """One worker's part of a step: forward, backward, and the weighted sum of all workers' gradients.
 
 The sum is made by DistributedDataParallel, overlapped with the backward pass (`ddp`), or by one
-all-reduce of one flat buffer after it (`flat`). A worker whose device runs out of memory finishes
-its part alone in micro-batches, while the others wait, and asks for a smaller batch from the next
-rebalance on. The gradient is the same to rounding; BatchNorm normalises by micro-batch then.
+all-reduce of one flat buffer after it (`flat`). A worker's part may be computed in micro-batches
+(`accumulate`), weighted by their samples: their gradients add up to that of the whole part, and
+leave with the last one. A worker whose device runs out of memory finishes its part alone in more of
+them, while the others wait, and asks for a smaller batch from the next rebalance on. The gradient
+is the same to rounding; BatchNorm normalises by micro-batch then.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,28 +32,41 @@ class Exchange(ABC):
     """Makes gradients that are, on all workers, the weighted sum of the workers' mean gradients.
 
     module: on its device, its weights as they were built; rank 0's are given to all. forward: the
-    loss.
+    loss; accumulate: micro-batches per step, fewer where they would be of less than two samples.
     """
 
     model: nn.Module
     """What the forward pass calls."""
 
-    def __init__(self, module: nn.Module, balancer: Balancer, forward: Forward) -> None:
+    def __init__(
+        self, module: nn.Module, balancer: Balancer, forward: Forward, accumulate: int = 1
+    ) -> None:
         self._module, self._balancer, self._forward = module, balancer, forward
+        self._accumulate = accumulate
+        # Of gradients that micro-batches have left and none has sent: as they were, with their
+        # versions, before the last backward pass; None before it.
+        self._kept_back: list[tuple[nn.Parameter, Tensor, int]] | None = []
 
     def learn(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Leaves the summed gradient in the module; returns outputs [b, classes] and mean loss.
 
         Raises UserError where the device's memory does not even hold one sample.
         """
-        parts = -(-len(images) // max(1, self._balancer.cap))
+        usual = max(1, min(self._accumulate, len(images) // 2))
+        # The cap is of a step that is computed in the usual way.
+        parts = min(usual * -(-len(images) // max(1, self._balancer.cap)), len(images))
         while True:
             try:
-                return self._learn_in(parts, images, labels)
+                if parts > usual:
+                    return self._learn_apart(parts, images, labels)
+                if parts > 1:
+                    return self._learn_accumulating(parts, images, labels)
+                return self._learn_whole(images, labels)
             except torch.OutOfMemoryError as error:
                 reason = " ".join(str(error).split())
             # Only here, as the exception kept what had filled the memory.
-            parts = self._more_parts(len(images), parts, reason)
+            self._drop_kept_back()
+            parts = self._more_parts(len(images), parts, usual, reason)
 
     @abstractmethod
     def _hand_over(self, gradients: Sequence[Tensor], image: Tensor) -> None:
@@ -58,21 +75,44 @@ class Exchange(ABC):
     def _finish(self) -> None:
         """Makes the sum after the backward pass, where it is not made during it."""
 
-    def _learn_in(self, parts: int, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        if parts > 1:
-            return self._learn_in_parts(parts, images, labels)
+    def _unsent(self) -> AbstractContextManager:
+        """Within it, a backward pass adds to the gradients and sends nothing."""
+        return nullcontext()
+
+    def _learn_whole(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         outputs, loss = self._forward(self.model, images, labels)
         self._balancer.clock.mark("forward")
         loss.backward()
         self._finish()
         return outputs.detach(), loss.detach()
 
-    def _learn_in_parts(self, parts: int, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def _learn_accumulating(
+        self, parts: int, images: Tensor, labels: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """In micro-batches, of which the last sends the gradients of all; no forward is marked."""
+        outputs, total = [], torch.zeros((), device=images.device, dtype=torch.float64)
+        pieces = zip(images.tensor_split(parts), labels.tensor_split(parts))
+        self._kept_back = None
+        for number, (inputs, targets) in enumerate(pieces, 1):
+            with nullcontext() if number == parts else self._unsent():
+                guesses, loss = self._forward(self.model, inputs, targets)
+                loss = loss * (len(inputs) / len(images))
+                if number == parts:
+                    given = [p for p in self._module.parameters() if p.grad is not None]
+                    self._kept_back = [(p, p.grad, p.grad._version) for p in given]
+                loss.backward()
+            outputs.append(guesses.detach())
+            total += loss.detach()
+        self._kept_back = []
+        self._finish()
+        return torch.cat(outputs), total
+
+    def _learn_apart(self, parts: int, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """The same gradient from micro-batches, made apart from the exchange and then handed over."""
         parameters = [p for p in self._module.parameters() if p.requires_grad]
         gradients = [torch.zeros_like(parameter) for parameter in parameters]
         outputs, total = [], torch.zeros((), device=images.device, dtype=torch.float64)
-        for inputs, targets in zip(images.chunk(parts), labels.chunk(parts)):
+        for inputs, targets in zip(images.tensor_split(parts), labels.tensor_split(parts)):
             guesses, loss = self._forward(self._module, inputs, targets)
             loss = loss * (len(inputs) / len(images))
             for gradient, more in zip(gradients, torch.autograd.grad(loss, parameters)):
@@ -82,13 +122,22 @@ class Exchange(ABC):
         self._hand_over(gradients, images[:1])
         return torch.cat(outputs), total
 
-    def _more_parts(self, samples: int, parts: int, reason: str) -> int:
+    def _drop_kept_back(self) -> None:
+        """After a step broke off: forgets the gradients that the last backward pass has not met."""
+        if self._kept_back is None:
+            self._module.zero_grad()
+        for parameter, gradient, version in self._kept_back or ():
+            if parameter.grad is gradient and gradient._version == version:
+                parameter.grad = None
+        self._kept_back = []
+
+    def _more_parts(self, samples: int, parts: int, usual: int, reason: str) -> int:
         if parts >= samples:
             raise UserError(
                 f"out of memory with a single sample at step {self._balancer.next_step} ({reason}): "
                 "take a smaller model or image, or leave this rank out"
             )
-        self._balancer.announce_cap(max(1, int(_CAP * -(-samples // parts))))
+        self._balancer.announce_cap(max(1, int(_CAP * usual * -(-samples // parts))))
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         return min(2 * parts, samples)
@@ -97,8 +146,8 @@ class Exchange(ABC):
 class DdpExchange(Exchange):
     """By DistributedDataParallel: each bucket of gradients leaves as soon as it is ready."""
 
-    def __init__(self, module: nn.Module, balancer: Balancer, forward: Forward) -> None:
-        super().__init__(module, balancer, forward)
+    def __init__(self, module: nn.Module, balancer: Balancer, *arguments: Any) -> None:
+        super().__init__(module, balancer, *arguments)
         self.model = wrap(module)
         balancer.attach(self.model)
 
@@ -115,12 +164,15 @@ class DdpExchange(Exchange):
         # The gradient of this sum is `gradients`: DDP's hooks see them come, bucket by bucket.
         torch.autograd.backward(*zip(*missing))
 
+    def _unsent(self) -> AbstractContextManager:
+        return self.model.no_sync()
+
 
 class FlatExchange(Exchange):
     """By one all-reduce of all gradients after the backward pass."""
 
-    def __init__(self, module: nn.Module, balancer: Balancer, forward: Forward) -> None:
-        super().__init__(module, balancer, forward)
+    def __init__(self, module: nn.Module, balancer: Balancer, *arguments: Any) -> None:
+        super().__init__(module, balancer, *arguments)
         broadcast_state(module)
         self.model = module
 

@@ -9,7 +9,7 @@ from cluster import Workers
 from configs.command_line import Launch, run_folder
 from configs.schema import Config, to_mapping
 from data.sources import outline
-from schedule import learning_rate
+from schedule import learning_rate, warm_up_rates
 from workload import (
     build_balancer,
     build_module,
@@ -42,8 +42,7 @@ def preview(launch: Launch, workers: Workers) -> str:
         + _last_batch(balancer, config),
         f"first plan: batch sizes {_first_plan(balancer, config)}",
         f"all-reduce: {gradient_bytes(module):,} bytes per step and worker",
-        "learning rate by epoch:",
-        *_rates(config),
+        *_rates(config, len(balancer.sampler)),
         "dry run: nothing was trained or recorded",
     ]
     return "\n".join(lines)
@@ -62,9 +61,22 @@ def _first_plan(balancer: Balancer, config: Config) -> str:
     return _numbers(balancer.partitioner.batch_sizes)
 
 
-def _rates(config: Config) -> list[str]:
-    rates = [f"{learning_rate(config, epoch):.6g}" for epoch in range(config.epochs)]
-    return ["  " + " ".join(rates[start : start + 10]) for start in range(0, len(rates), 10)]
+def _rates(config: Config, steps: int) -> list[str]:
+    """The learning rates: each step's of the warm-up, and each epoch's first one."""
+    warm_up = warm_up_rates(config, steps)
+    epochs = [learning_rate(config, epoch, 0, steps) for epoch in range(config.epochs)]
+    lines = ["learning rate by step of the warm-up:", *_in_tens(warm_up)] if warm_up else []
+    return [*lines, "learning rate by epoch, its first step:", *_in_tens(epochs)]
+
+
+def _in_tens(rates: list[float]) -> list[str]:
+    """Ten rates a line, after the number (from 0) of its first."""
+    texts = [f"{rate:.6g}" for rate in rates]
+    width = len(str(len(texts)))
+    return [
+        f"  {start:>{width}}: {' '.join(texts[start : start + 10])}"
+        for start in range(0, len(texts), 10)
+    ]
 
 
 def _numbers(values: object) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import io
 import json
+import os
 import platform
 import shutil
 import subprocess
@@ -256,6 +257,7 @@ def provenance(repository: Path) -> dict[str, Any]:
             "cuda": torch.version.cuda,
         },
         "platform": platform.platform(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
 

@@ -5,6 +5,7 @@
     python reproduce.py configs/experiments/paper.yaml
     python reproduce.py configs/experiments/cpu.yaml --max-hours 2 data.root=/path/to/data
     python reproduce.py configs/experiments/paper.yaml --only 'resnet50-*/edp-sgd/*'
+    python reproduce.py configs/experiments/scaling.yaml --nnodes=4 --nproc-per-node=8 …
 
 Each run is one `torchrun … trainer.py`. Given again, the same command skips what is finished and
 goes on with what was interrupted. Ctrl-C makes the present run save its state and stop; a file
@@ -61,9 +62,9 @@ def _main(options: argparse.Namespace) -> int:
     experiment = read_experiment(
         options.experiment, options.output, extra, options.nproc_per_node, options.nnodes
     )
-    launcher = _launcher(options, experiment.per_node)
+    launcher = _launcher(options)
     runs = select(experiment, options.only)
-    calibrations = Calibrations(experiment.output, experiment.workers)
+    calibrations = Calibrations(experiment.output)
     sitting = Sitting(experiment, runs, launcher, calibrations, options.max_hours)
     if options.dry_run:
         say(plan(sitting))
@@ -81,12 +82,8 @@ def write_report(experiment: Experiment) -> list[str]:
     recorded = [str(folder.absolute()) for folder in folders if any(folder.rglob(EPOCHS))]
     if not recorded:
         return []
-    output, failed = experiment.output, []
-    predicted = ["--predictions", str(PREDICTIONS)] if PREDICTIONS.exists() else []
-    for module, target, more in (
-        ("plots", output / "figures", []),
-        ("plots.report", output / "report.html", predicted),
-    ):
+    failed = []
+    for module, target, more in _reports(experiment):
         command = [sys.executable, "-m", module, *recorded, "--out", str(target.absolute()), *more]
         done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
         if done.returncode != 0 or not target.exists():
@@ -95,6 +92,19 @@ def write_report(experiment: Experiment) -> list[str]:
         else:
             say(f"written: {target}")
     return failed
+
+
+def _reports(experiment: Experiment) -> list[tuple[str, Path, list[str]]]:
+    """Modules with what they write and further arguments; runs on several numbers of workers are
+    compared by those."""
+    output = experiment.output
+    if len({run.workers for run in experiment.runs}) > 1:
+        return [("plots.scaling", output / "scaling", [])]
+    predicted = ["--predictions", str(PREDICTIONS)] if PREDICTIONS.exists() else []
+    return [
+        ("plots", output / "figures", []),
+        ("plots.report", output / "report.html", predicted),
+    ]
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -125,9 +135,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_intermixed_args(arguments)
 
 
-def _launcher(options: argparse.Namespace, per_node: str) -> Launcher:
+def _launcher(options: argparse.Namespace) -> Launcher:
+    """All but the number of workers, which the experiment's runs know."""
     given = {option: getattr(options, option[2:].replace("-", "_")) for option in TORCHRUN_OPTIONS}
-    given["--nproc-per-node"] = per_node
+    del given["--nproc-per-node"]
     handed = tuple(f"{option}={value}" for option, value in given.items() if value is not None)
     return Launcher(tuple(shlex.split(options.launch_prefix)), handed)
 

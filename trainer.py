@@ -17,6 +17,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -33,7 +34,7 @@ from balancer import average_buffers, typical
 from cluster import Workers, join
 from configs.command_line import Launch, parse, run_folder
 from configs.errors import UserError
-from configs.schema import Config, check_workers, to_mapping
+from configs.schema import Config, for_workers, to_mapping
 from console import Console, epoch_line, headline, summary
 from data.pipeline import make_pipeline
 from data.sources import Data, open_data, prepare
@@ -90,7 +91,9 @@ class Trainer:
         self.config, self.workers, self.clocks = config, workers, Clocks()
         self.balancer = build_balancer(config, len(data.train), workers, workers.device, replay)
         self.module = build_module(config, len(data.classes), data.image_size).to(workers.device)
-        self.exchange = EXCHANGES[config.exchange](self.module, self.balancer, self._forward)
+        self.exchange = EXCHANGES[config.exchange](
+            self.module, self.balancer, self._forward, config.accumulate
+        )
         self.optimizer = build_optimizer(config, self.module)
         pipeline = partial(
             make_pipeline,
@@ -221,12 +224,11 @@ class Trainer:
         checkpoint is due inside the epoch. Raises Preempted on all workers where one was asked to
         stop, and UserError where a number is not finite.
         """
-        rate = self._set_learning_rate(epoch)
         if not self.trained:
             self._begin(epoch)
             while not self._train(epoch, console):
                 save()
-            self.trained = self._training_record(rate)
+            self.trained = self._training_record()
         test = self._evaluate(epoch)
         steps = {name: tensor.cpu().numpy() for name, tensor in self.trained["steps"].items()}
         record = {
@@ -269,11 +271,12 @@ class Trainer:
     def _step(self, images: Tensor, labels: Tensor, metrics: Metrics) -> None:
         outputs, loss = self.exchange.learn(images, labels)
         self.guard.add_loss(loss)
+        self._set_learning_rate()
         self.optimizer.step()
         self.optimizer.zero_grad()
         metrics.add(outputs, labels, loss)
 
-    def _training_record(self, rate: float) -> dict[str, Any]:
+    def _training_record(self) -> dict[str, Any]:
         """The epoch's record, but for the evaluation, and its step arrays."""
         self.guard.settle()
         train, times = self.metrics.total(self.workers.sum), self.balancer.step_times()
@@ -281,7 +284,7 @@ class Trainer:
         phases = dict(zip(PHASES, gathered.transpose(1, 2, 0)))
         plan, seconds = self.balancer.plan, self.clocks.train - self.began
         record = epoch_record(plan, phases, self.balancer.busy, self.balancer.partitioner) | {
-            "learning_rate": rate,
+            "learning_rate": self.optimizer.param_groups[0]["lr"],  # the last step's
             **{f"train_{name}": value for name, value in train.items()},
             "samples_per_second": train["samples"] / seconds,
             "allreduce_bytes": gradient_bytes(self.module) * len(plan.starts),
@@ -314,13 +317,16 @@ class Trainer:
         else:
             with torch.autocast(self.workers.device.type, torch.bfloat16):
                 outputs = model(images).float()
-        return outputs, cross_entropy(outputs, labels)
+        smoothing = self.config.label_smoothing if self.module.training else 0.0
+        return outputs, cross_entropy(outputs, labels, label_smoothing=smoothing)
 
-    def _set_learning_rate(self, epoch: int) -> float:
-        rate = learning_rate(self.config, epoch)
+    def _set_learning_rate(self) -> None:
+        plan = self.balancer.plan
+        rate = learning_rate(
+            self.config, plan.epoch, self.balancer.next_step, len(plan.starts)
+        )
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        return rate
 
     def _test_shard(self, size: int) -> list[np.ndarray]:
         """This worker's test samples in batches: an even, contiguous part of the set."""
@@ -461,7 +467,7 @@ def main() -> None:
         config = launch.config
         place = (launch.local_rank, launch.local_world_size)
         with join(config.backend, config.device, config.threads, config.timeout, *place) as workers:
-            check_workers(config, workers.size)
+            launch = replace(launch, config=for_workers(config, workers.size))
             if launch.dry_run:
                 Console(workers.is_first).say(preview(launch, workers))
             else:

@@ -10,7 +10,7 @@ from configs.errors import UserError
 from configs.filling import show
 
 if TYPE_CHECKING:
-    from configs.schema import Config, PartitionConfig, StragglerRule
+    from configs.schema import Config, DataConfig, PartitionConfig, ScheduleConfig, StragglerRule
 
 # The keys that belong to each kind of straggler; of `constant`'s two, exactly one is given.
 STRAGGLER_KEYS = {
@@ -32,6 +32,8 @@ def check(config: Config, where: str) -> None:
         )
     if config.backend == "nccl" and config.device == "cpu":
         _fail(where, "backend nccl needs device cuda: set backend to gloo or device to cuda")
+    _check_data(config.data, where)
+    _check_schedule(config.schedule, where)
     _check_partition(config.partition, where)
     for index, rule in enumerate(config.stragglers):
         _check_rule(rule, f"stragglers.{index}", config.timeout, where)
@@ -54,8 +56,13 @@ def with_normalised_shares(partition: PartitionConfig, where: str) -> PartitionC
 
 
 def check_workers(config: Config, world_size: int) -> None:
-    """Raise UserError where the configuration does not fit `world_size` workers."""
+    """Raise UserError where the configuration, batch_size given, does not fit so many workers."""
     n = world_size
+    if config.batch_per_worker is not None and config.batch_size != n * config.batch_per_worker:
+        raise UserError(
+            f"batch_size {config.batch_size} is not batch_per_worker {config.batch_per_worker} "
+            f"times {_workers(n)}: set one of the two to null"
+        )
     for index, rule in enumerate(config.stragglers):
         if max(rule.ranks) >= n:
             _fail_rank(index, max(rule.ranks), n)
@@ -99,6 +106,44 @@ def _each(partition: PartitionConfig, key: str, n: int) -> list[int]:
             f"number for all or one per worker, or start {_start(len(bound))}"
         )
     return list(bound)
+
+
+def _check_data(data: DataConfig, where: str) -> None:
+    sized = data.name == "image_folder" and data.image_size is not None
+    for key, given in (("crop resized", data.crop == "resized"), ("test_resize", data.test_resize)):
+        if given and not sized:
+            _fail(where, f"data.{key} needs data.name image_folder and data.image_size")
+    if data.crop == "resized" and data.placement == "memory":
+        _fail(
+            where,
+            "data.crop resized cuts its parts out of whole files, so it needs data.placement auto"
+            " or loader, not memory",
+        )
+    if data.test_resize is not None and sized and data.test_resize < data.image_size:
+        _fail(
+            where,
+            f"data.test_resize {data.test_resize} is less than data.image_size {data.image_size}:"
+            " raise the one or lower the other",
+        )
+
+
+def _check_schedule(schedule: ScheduleConfig, where: str) -> None:
+    milestones = schedule.milestones
+    if (schedule.kind == "step") != (milestones is not None):
+        _fail(where, "schedule.kind step and schedule.milestones, e.g. [30, 60, 80], go together")
+    if schedule.warmup_epochs and schedule.scale_lr == "none":
+        _fail(
+            where,
+            "schedule.warmup_epochs leads from optimizer.lr to the scaled rate, so it needs"
+            " schedule.scale_lr linear: set that, or warmup_epochs to 0",
+        )
+    starts = (schedule.warmup_epochs, *(milestones or ()))
+    if any(later <= earlier for earlier, later in zip(starts, starts[1:])):
+        _fail(
+            where,
+            f"schedule.milestones {show(milestones)} must rise and lie behind the"
+            f" {schedule.warmup_epochs:g} epochs of schedule.warmup_epochs",
+        )
 
 
 def _check_partition(partition: PartitionConfig, where: str) -> None:

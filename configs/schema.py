@@ -26,6 +26,7 @@ __all__ = [
     "StragglerRule",
     "check_workers",
     "differences",
+    "for_workers",
     "from_mapping",
     "resolve",
     "to_mapping",
@@ -33,6 +34,8 @@ __all__ = [
 
 _LARGEST_BATCH = 2**31 - 1  # records hold batch sizes as int32
 _MOST_SYNTHETIC = 1_000_000  # 3 GB
+# Where neither batch_size nor batch_per_worker is given: the paper's.
+_BATCH_SIZE = 256
 
 # What each algorithm puts where a key is null: (partition.policy, gradient_weight).
 ALGORITHMS = {
@@ -83,11 +86,23 @@ class DataConfig:
         length=3,
         above=0,
     )
+    crop: str = setting(
+        "pad",
+        "Training images: padded and cut to the old size at random, or (resized) a part of random"
+        " size and shape of each file of an image_folder, brought to image_size.",
+        choices=("pad", "resized"),
+    )
     crop_padding: int = setting(
         4,
-        "Pixels padded on each side before the random crop; 0 crops nothing.",
+        "For pad: pixels on each side before the random crop; 0 crops nothing.",
         at_least=0,
         at_most=127,  # the draws of data/augment.py are bytes
+    )
+    test_resize: int | None = setting(
+        None,
+        "For image_folder: shorter side of test images, of which the centre of image_size is cut"
+        " out; null: image_size.",
+        at_least=1,
     )
     flip: bool = setting(True, "Whether training images are mirrored at random.")
     placement: str = setting(
@@ -127,12 +142,33 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """How the learning rate changes from epoch to epoch."""
+    """How the learning rate follows from the global batch, and how it changes over the run."""
 
     kind: str = setting(
         "cosine",
-        "Learning rate over the epochs: cosine falls to 0, constant stays.",
-        choices=("cosine", "constant"),
+        "From epoch to epoch: cosine falls to 0, step falls at milestones, constant stays.",
+        choices=("cosine", "step", "constant"),
+    )
+    milestones: tuple[int, ...] | None = setting(
+        None,
+        "For step: epochs (from 0) from which on the rate is multiplied by factor once more.",
+        at_least=1,
+        nonempty=True,
+    )
+    factor: float = setting(0.1, "For step: what each milestone multiplies the rate by.", above=0)
+    scale_lr: str = setting(
+        "none",
+        "Whether optimizer.lr is multiplied by global batch / reference_batch_size (linear).",
+        choices=("none", "linear"),
+    )
+    reference_batch_size: int = setting(
+        256, "For linear: the global batch that optimizer.lr is meant for.", at_least=1
+    )
+    warmup_epochs: float = setting(
+        0.0,
+        "For linear: epochs in which the rate grows step by step from optimizer.lr to the scaled"
+        " one.",
+        at_least=0,
     )
 
 
@@ -258,11 +294,23 @@ class Config:
     epochs: int = setting(
         150, "Number of passes over the training data.", at_least=1, at_most=100_000
     )
-    batch_size: int = setting(
-        256,
-        "Global batch: samples per step of all workers together.",
+    batch_size: int | None = setting(
+        None,
+        "Global batch: samples per step of all workers together; null: batch_per_worker times the"
+        " workers, or 256 where that is null too.",
         at_least=1,
         at_most=_LARGEST_BATCH,
+    )
+    batch_per_worker: int | None = setting(
+        None,
+        "Mean samples per step and worker, instead of batch_size: more workers, larger batch.",
+        at_least=1,
+        at_most=_LARGEST_BATCH,
+    )
+    accumulate: int = setting(
+        1,
+        "Micro-batches in which a worker computes its part of a step: same gradient, less memory.",
+        at_least=1,
     )
     seed: int = setting(
         42, "Seed of weights, order, augmentation and delays.", at_least=0, at_most=2**32 - 1
@@ -270,7 +318,13 @@ class Config:
     model: ModelConfig = setting(ModelConfig(), "Which model is trained.")
     data: DataConfig = setting(DataConfig(), "Which data the model sees.")
     optimizer: OptimizerConfig = setting(OptimizerConfig(), "SGD with momentum.")
-    schedule: ScheduleConfig = setting(ScheduleConfig(), "The learning rate over the epochs.")
+    schedule: ScheduleConfig = setting(ScheduleConfig(), "The learning rate over the run.")
+    label_smoothing: float = setting(
+        0.0,
+        "Part of a training label's weight that is spread over all classes; tests have none.",
+        at_least=0,
+        below=1,
+    )
     partition: PartitionConfig = setting(PartitionConfig(), "How the global batch is divided.")
     gradient_weight: str | None = setting(
         None,
@@ -320,6 +374,8 @@ def from_mapping(mapping: object, where: str = "configuration") -> Config:
     Raises UserError, one line, for unknown keys, wrong types, bad ranges and contradictions.
     """
     config = fill(Config, mapping, where)
+    if config.batch_size is None and config.batch_per_worker is None:
+        config = dataclasses.replace(config, batch_size=_BATCH_SIZE)
     check(config, where)
     partition = with_normalised_shares(config.partition, where)
     return dataclasses.replace(config, partition=partition)
@@ -331,6 +387,17 @@ def resolve(config: Config) -> Config:
     partition = dataclasses.replace(config.partition, policy=config.partition.policy or policy)
     weight = config.gradient_weight or weight
     return dataclasses.replace(config, partition=partition, gradient_weight=weight)
+
+
+def for_workers(config: Config, world_size: int) -> Config:
+    """The configuration on `world_size` workers: checked, with its global batch in batch_size.
+
+    Raises UserError where it does not fit so many workers.
+    """
+    if config.batch_size is None:
+        config = dataclasses.replace(config, batch_size=config.batch_per_worker * world_size)
+    check_workers(config, world_size)
+    return config
 
 
 def to_mapping(config: Config) -> dict[str, Any]:

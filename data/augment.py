@@ -16,6 +16,7 @@ from torch.nn import functional
 from configs.errors import UserError
 
 STREAM = 0x617567  # keeps these draws apart from others that use (seed, epoch)
+CROP_STREAM = 0x637270
 MAX_PADDING = 127  # an offset up to twice the padding fits into a byte
 
 
@@ -28,8 +29,7 @@ def augmentation_table(count: int, seed: int, epoch: int, padding: int, flip: bo
     """
     if not 0 <= padding <= MAX_PADDING:
         raise UserError(f"data.crop_padding: {padding} is not within 0..{MAX_PADDING}")
-    generator = np.random.Philox(np.random.SeedSequence((STREAM, seed, epoch)))
-    bits = generator.random_raw(count)
+    bits = _bits(STREAM, count, seed, epoch)
     table = np.empty((count, 3), dtype=np.uint8)
     # 24 bits scaled to a small range are uniform to 2^-16, and no row needs a second draw.
     low_24 = np.uint64(2**24 - 1)
@@ -38,6 +38,20 @@ def augmentation_table(count: int, seed: int, epoch: int, padding: int, flip: bo
     table[:, 1] = (((bits >> np.uint64(16)) & low_24) * offsets) >> np.uint64(24)
     table[:, 2] = (bits & np.uint64(1)) if flip else 0
     return torch.from_numpy(table)
+
+
+def crop_seeds(count: int, seed: int, epoch: int) -> np.ndarray:
+    """A seed for each sample's random part of its file, int64 [count] of 0..2^63-1.
+
+    As in `augmentation_table`, row i does not depend on `count`.
+    """
+    return (_bits(CROP_STREAM, count, seed, epoch) >> np.uint64(1)).astype(np.int64)
+
+
+def _bits(stream: int, count: int, seed: int, epoch: int) -> np.ndarray:
+    """The first `count` outputs, uint64, of the generator of (stream, seed, epoch)."""
+    sequence = np.random.SeedSequence((stream, seed, epoch))
+    return np.random.Philox(sequence).random_raw(count)
 
 
 def augment(images: torch.Tensor, draws: torch.Tensor, padding: int) -> torch.Tensor:

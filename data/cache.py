@@ -25,7 +25,7 @@ import numpy as np
 
 from configs.errors import UserError
 
-FORMAT = 1  # part of every fingerprint: a change of the format makes new folders
+FORMAT = 2  # part of every fingerprint: a change of the format makes new folders
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,9 @@ class Meta:
     test_samples: int
     decoded: bool  # pixels are in {train,test}-images.npy; otherwise files are read at access
     root: str | None = None  # folder of the image files
-    resize: bool = False  # files are brought to image_size
+    # Shorter side in pixels that files are brought to before the centre is cut out.
+    train_shorter: int | None = None
+    test_shorter: int | None = None
 
 
 class Fingerprint:

@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import numpy as np
+import torch
 from PIL import Image
-from torchvision.transforms import InterpolationMode
+from torchvision.transforms import InterpolationMode, RandomResizedCrop
 from torchvision.transforms import functional as transforms
 from tqdm import tqdm
 
@@ -21,28 +22,20 @@ MOST_PIXELS = 2**26  # of one image; a small file can unfold to gigabytes
 # Those of torchvision's IMG_EXTENSIONS. Pillow goes by content, and has decoders that start other
 # programs: an EPS file called x.png would be run by Ghostscript.
 FORMATS = ("BMP", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+PART_AREAS, PART_RATIOS = (0.08, 1.0), (3 / 4, 4 / 3)
 
 Result = TypeVar("Result")
 
 
-def decode(path: str, size: int, resize: bool) -> np.ndarray:
+def decode(path: str, size: int, shorter: int | None) -> np.ndarray:
     """One image file as uint8 [3, size, size], in RGB.
 
-    With `resize` the shorter side is brought to `size` (bilinear, antialiased) and the centre is
-    cut out. Raises UserError for an unreadable file, or without `resize` for another size.
+    shorter: pixels that the shorter side is brought to (bilinear, antialiased) before the centre is
+    cut out. Raises UserError for an unreadable file, or without `shorter` for another size.
     """
-    try:
-        with Image.open(path, formats=FORMATS) as file:
-            _refuse_deep_pixels(file.mode, path)
-            _refuse_many_pixels(file.size, path)
-            image = file.convert("RGB")
-    except UserError:
-        raise
-    except Exception as error:  # damaged files make Pillow's decoders raise anything
-        reason = " ".join(str(error).split())
-        raise UserError(f"cannot read image {path}: {reason}") from error
-    if resize:
-        image = transforms.resize(image, [size], InterpolationMode.BILINEAR, antialias=True)
+    image = _rgb(path)
+    if shorter is not None:
+        image = transforms.resize(image, [shorter], InterpolationMode.BILINEAR, antialias=True)
         image = transforms.center_crop(image, [size, size])
     elif image.size != (size, size):
         width, height = image.size
@@ -53,12 +46,41 @@ def decode(path: str, size: int, resize: bool) -> np.ndarray:
     return np.asarray(image).transpose(2, 0, 1)
 
 
+def decode_part(path: str, size: int, seed: int) -> np.ndarray:
+    """A random part of an image file, brought to uint8 [3, size, size] in RGB.
+
+    It has 8 to 100 % of the area and sides as 3:4 to 4:3 (Szegedy et al. 2015, arXiv 1409.4842,
+    section 6), drawn by torchvision from `seed` alone. Raises UserError for an unreadable file.
+    """
+    image = _rgb(path)
+    # Not torch.manual_seed: that also seeds GPUs, whose streams fork_rng leaves alone here.
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        box = RandomResizedCrop.get_params(image, list(PART_AREAS), list(PART_RATIOS))
+    bilinear = InterpolationMode.BILINEAR
+    image = transforms.resized_crop(image, *box, [size, size], bilinear, antialias=True)
+    return np.asarray(image).transpose(2, 0, 1)
+
+
+def _rgb(path: str) -> Image.Image:
+    try:
+        with Image.open(path, formats=FORMATS) as file:
+            _refuse_deep_pixels(file.mode, path)
+            _refuse_many_pixels(file.size, path)
+            return file.convert("RGB")
+    except UserError:
+        raise
+    except Exception as error:  # damaged files make Pillow's decoders raise anything
+        reason = " ".join(str(error).split())
+        raise UserError(f"cannot read image {path}: {reason}") from error
+
+
 def image_side(path: str) -> int:
     """Pixels a side of a square image, from the file's header alone."""
     try:
         with Image.open(path, formats=FORMATS) as file:
             width, height = file.size
-    except Exception as error:  # as in `decode`
+    except Exception as error:  # as in `_rgb`
         reason = " ".join(str(error).split())
         raise UserError(f"cannot read image {path}: {reason}") from error
     if width != height:

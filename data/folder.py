@@ -52,15 +52,17 @@ def prepare_folder(config: Any) -> str:
     classes, splits = _scan(root, fingerprint)
     size = config.image_size or image_side(_first_file(root, splits))
     nbytes = sum(len(split.paths) for split in splits.values()) * 3 * size**2
-    decoded = nbytes <= config.memory_limit_gib * 2**30
-    fingerprint.add(root, config.image_size, decoded)
+    # Random parts are cut out of the files themselves.
+    decoded = nbytes <= config.memory_limit_gib * 2**30 and config.crop != "resized"
+    fingerprint.add(root, config.image_size, config.test_resize, decoded)
     target = fingerprint.folder(config.cache, config.name)
     if os.path.isdir(target):
         return target
     if decoded:
         require_space(target, nbytes, f"the decoded cache of {root}")
     with new_folder(target) as folder:
-        sets = _save_lists(folder, splits, size, root, config.image_size is not None)
+        shorter = {"train": config.image_size, "test": config.test_resize or config.image_size}
+        sets = _save_lists(folder, splits, size, root, shorter)
         counts = _decode_all(folder, sets) if decoded else _measure(sets["train"])
         mean, std = mean_and_std(counts)
         meta = Meta(
@@ -72,20 +74,21 @@ def prepare_folder(config: Any) -> str:
             test_samples=len(sets["test"]),
             decoded=decoded,
             root=root,
-            resize=config.image_size is not None,
+            train_shorter=shorter["train"],
+            test_shorter=shorter["test"],
         )
         write_meta(folder, meta)
     return target
 
 
 def _save_lists(
-    folder: str, splits: dict[str, Split], size: int, root: str, resize: bool
+    folder: str, splits: dict[str, Split], size: int, root: str, shorter: dict[str, int | None]
 ) -> dict[str, FileImages]:
     sets = {}
     for name, split in splits.items():
         save_array(folder, name, "paths", np.array(split.paths))
         save_array(folder, name, "labels", split.labels)
-        sets[name] = FileImages(folder, name, len(split.paths), size, root, resize)
+        sets[name] = FileImages(folder, name, len(split.paths), size, root, shorter[name])
     return sets
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from configs.errors import UserError
-from data.decoding import decode
+from data.decoding import decode, decode_part
 
 
 class ImageSet(ABC):
@@ -40,6 +40,13 @@ class ImageSet(ABC):
 
         Raises UserError if a file cannot be read.
         """
+
+    def read_parts(self, indices: np.ndarray, seeds: np.ndarray) -> np.ndarray:
+        """As `read`, but of each sample's file a random part by its seed (int64 [k]).
+
+        Only for sets that are not in memory.
+        """
+        raise TypeError("parts are cut out of files, and these images are in memory")
 
     @property
     def nbytes(self) -> int:
@@ -131,27 +138,36 @@ class FileImages(_FolderImages):
 
     Their paths are an array of fixed-width bytes in the cache: a list of a million strings would
     be copied page by page into every loader worker as reference counts change.
-    `resize`: bring images to `image_size`; otherwise another size is an error.
+    `shorter`: as in `decode`; None makes another size than `image_size` an error.
     """
 
     in_memory = False
 
     def __init__(
-        self, folder: str, split: str, count: int, image_size: int, root: str, resize: bool
+        self, folder: str, split: str, count: int, image_size: int, root: str, shorter: int | None
     ) -> None:
         super().__init__(folder, split, count, image_size)
         self._root = root
-        self._resize = resize
+        self._shorter = shorter
 
     def path(self, index: int) -> str:
         """The file of one sample."""
         return os.path.join(self._root, os.fsdecode(self._array("paths")[index]))
 
     def read(self, indices: np.ndarray) -> np.ndarray:
-        images = np.empty((len(indices), 3, self.image_size, self.image_size), np.uint8)
+        images = self._empty(len(indices))
         for row, index in enumerate(indices):
-            images[row] = decode(self.path(index), self.image_size, self._resize)
+            images[row] = decode(self.path(index), self.image_size, self._shorter)
         return images
+
+    def read_parts(self, indices: np.ndarray, seeds: np.ndarray) -> np.ndarray:
+        images = self._empty(len(indices))
+        for row, (index, seed) in enumerate(zip(indices, seeds.tolist())):
+            images[row] = decode_part(self.path(index), self.image_size, seed)
+        return images
+
+    def _empty(self, count: int) -> np.ndarray:
+        return np.empty((count, 3, self.image_size, self.image_size), np.uint8)
 
 
 class Subset(ImageSet):
@@ -159,16 +175,19 @@ class Subset(ImageSet):
 
     def __init__(self, base: ImageSet, positions: np.ndarray) -> None:
         self._base = base
-        self._positions = positions
+        self.positions = positions
         self.image_size = base.image_size
         self.in_memory = base.in_memory
 
     def __len__(self) -> int:
-        return len(self._positions)
+        return len(self.positions)
 
     @property
     def labels(self) -> np.ndarray:
-        return self._base.labels[self._positions]
+        return self._base.labels[self.positions]
 
     def read(self, indices: np.ndarray) -> np.ndarray:
-        return self._base.read(self._positions[indices])
+        return self._base.read(self.positions[indices])
+
+    def read_parts(self, indices: np.ndarray, seeds: np.ndarray) -> np.ndarray:
+        return self._base.read_parts(self.positions[indices], seeds)

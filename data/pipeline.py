@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from configs.errors import UserError
-from data.augment import augment, augmentation_table, normalise
+from data.augment import augment, augmentation_table, crop_seeds, normalise
 from data.images import Data, ImageSet
 
 LOAD_CHUNK = 4096  # images that are copied to the device at a time
@@ -30,7 +30,8 @@ LOAD_CHUNK = 4096  # images that are copied to the device at a time
 class Transform:
     """What turns uint8 pixels into a model's input.
 
-    padding, flip: as in `augmentation_table`; 0 and False leave images as they are.
+    padding, flip: as in `augmentation_table`; 0 and False leave images as they are. parts: pixels
+    are of a random part of each file, drawn anew in each epoch.
     """
 
     mean: tuple[float, float, float]
@@ -41,6 +42,7 @@ class Transform:
     seed: int
     padding: int
     flip: bool
+    parts: bool = False
 
     @property
     def augments(self) -> bool:
@@ -75,7 +77,7 @@ class Pipeline(ABC):
             table = augmentation_table(
                 len(self._images), transform.seed, epoch, transform.padding, transform.flip
             ).to(transform.device)
-        for indices, images in self._pixels():
+        for indices, images in self._pixels(epoch):
             if table is not None:
                 images = augment(images, table[indices], transform.padding)
             inputs = normalise(
@@ -84,8 +86,8 @@ class Pipeline(ABC):
             yield inputs, self._labels[indices]
 
     @abstractmethod
-    def _pixels(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """This epoch's (indices, uint8 images), both on the device."""
+    def _pixels(self, epoch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """An epoch's (indices, uint8 images), both on the device."""
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._transform.device, non_blocking=True)
@@ -117,7 +119,7 @@ class MemoryPipeline(Pipeline):
             resident[start : start + len(chunk)] = torch.from_numpy(self._images.read(chunk))
         return resident
 
-    def _pixels(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _pixels(self, epoch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for drawn in self._sampler:
             indices = np.array(drawn, dtype=np.int64)
             on_device = self._to_device(indices)
@@ -153,9 +155,10 @@ class LoaderPipeline(Pipeline):
                 "multiprocessing_context": start_method,
                 "worker_init_fn": _end_by_parent_alone,
             }
+        self._requests = _Requests(sampler)
         self._loader = DataLoader(
             _Reader(images),
-            batch_sampler=sampler,
+            batch_sampler=self._requests,
             num_workers=loader_workers,
             collate_fn=_as_it_is,
             pin_memory=transform.device.type == "cuda",
@@ -164,7 +167,9 @@ class LoaderPipeline(Pipeline):
             **several,
         )
 
-    def _pixels(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _pixels(self, epoch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        if self._transform.parts:
+            self._requests.seeds = crop_seeds(len(self._images), self._transform.seed, epoch)
         batches = iter(self._loader)
         while True:
             try:
@@ -209,8 +214,9 @@ def make_pipeline(
         dtype=dtype,
         memory_format=memory_format,
         seed=seed,
-        padding=config.crop_padding if train else 0,
+        padding=config.crop_padding if train and config.crop == "pad" else 0,
         flip=config.flip and train,
+        parts=config.crop == "resized" and train,
     )
     if _in_memory(config, data, image_set):
         return MemoryPipeline(image_set, sampler, transform)
@@ -230,6 +236,22 @@ def _in_memory(config: Any, data: Data, image_set: ImageSet) -> bool:
     return config.placement == "memory"
 
 
+class _Requests:
+    """The batches that a sampler asks for: index arrays, with the seeds of random parts if any.
+
+    seeds: of the epoch that begins, int64 [N], as loader processes know nothing of epochs.
+    """
+
+    def __init__(self, sampler: Iterable[np.ndarray]) -> None:
+        self._sampler = sampler
+        self.seeds: np.ndarray | None = None
+
+    def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
+        for drawn in self._sampler:
+            indices = np.array(drawn, dtype=np.int64)
+            yield indices, None if self.seeds is None else self.seeds[indices]
+
+
 class _Reader:
     """The loader's data set: whole batches, with the index array that asked for them."""
 
@@ -239,10 +261,14 @@ class _Reader:
     def __len__(self) -> int:
         return len(self._images)
 
-    def __getitems__(self, drawn: np.ndarray) -> tuple[np.ndarray, torch.Tensor] | str:
-        indices = np.array(drawn, dtype=np.int64)
+    def __getitems__(
+        self, request: tuple[np.ndarray, np.ndarray | None]
+    ) -> tuple[np.ndarray, torch.Tensor] | str:
+        indices, seeds = request
         try:
-            return indices, torch.from_numpy(self._images.read(indices))
+            if seeds is None:
+                return indices, torch.from_numpy(self._images.read(indices))
+            return indices, torch.from_numpy(self._images.read_parts(indices, seeds))
         except UserError as error:
             # Raised here, it would reach the user with a process's traceback in its message.
             return str(error)

@@ -114,11 +114,14 @@ def _check_image_size(config: Any, own: int) -> None:
 def _open_folder(folder: str) -> Data:
     meta = read_meta(folder)
     sets: dict[str, ImageSet] = {}
-    for split, count in (("train", meta.train_samples), ("test", meta.test_samples)):
+    for split, count, shorter in (
+        ("train", meta.train_samples, meta.train_shorter),
+        ("test", meta.test_samples, meta.test_shorter),
+    ):
         if meta.decoded:
             sets[split] = CachedImages(folder, split, count, meta.image_size)
         else:
-            sets[split] = FileImages(folder, split, count, meta.image_size, meta.root, meta.resize)
+            sets[split] = FileImages(folder, split, count, meta.image_size, meta.root, shorter)
     return Data(
         train=sets["train"],
         test=sets["test"],

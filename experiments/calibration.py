@@ -12,6 +12,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from configs.errors import UserError
 from configs.files import read_json
 from configs.schema import Config, StragglerRule, from_mapping, resolve, to_mapping
 from data.sources import outline
-from experiments.grid import set_keys
+from experiments.grid import PlannedRun, set_keys
 from experiments.launcher import Launcher
 from plots.records import warm_steps
 from recorder import Run, read_run
@@ -39,22 +40,22 @@ _NUMBERS = ("exchange_seconds", "evaluation_seconds", "start_seconds", "train_sa
 # What a step's time depends on, besides the machine and the number of workers.
 _WORKLOAD = (
     "model.name", "data.name", "data.image_size", "data.placement", "batch_size", "precision",
-    "memory_format", "exchange", "backend", "device", "threads",
+    "memory_format", "exchange", "backend", "device", "threads", "accumulate", "data.crop",
 )  # fmt: skip
 
 
 class Calibrations:
     """The measurements in an output folder's calibration.json, one per workload."""
 
-    def __init__(self, output: Path, workers: int | None) -> None:
-        self.path, self._workers = output / FILE, workers
+    def __init__(self, output: Path) -> None:
+        self.path = output / FILE
         self.entries: list[dict[str, Any]] = _read(self.path) if self.path.exists() else []
 
-    def find(self, config: Config) -> dict[str, Any] | None:
+    def find(self, config: Config, workers: int | None) -> dict[str, Any] | None:
         """The measurement of a config's workload on this number of workers, or None."""
         own = workload(config)
         for entry in self.entries:
-            if self._workers in (None, len(entry["busy_seconds"])) and entry["workload"] == own:
+            if workers in (None, len(entry["busy_seconds"])) and entry["workload"] == own:
                 return entry
         return None
 
@@ -69,9 +70,11 @@ class Calibrations:
         temporary.write_text(json.dumps(self.entries, indent=2, ensure_ascii=False) + "\n")
         os.replace(temporary, self.path)
 
-    def applied(self, mapping: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    def applied(
+        self, mapping: Mapping[str, Any], config: Config, workers: int | None
+    ) -> dict[str, Any]:
         """A config file's mapping with the measured times in its rules, where there are any yet."""
-        entry = self.find(config)
+        entry = self.find(config, workers)
         if entry is None or not must_measure(config.stragglers):
             return dict(mapping)
         busy = entry["busy_seconds"]
@@ -100,17 +103,17 @@ def workload(config: Config) -> dict[str, Any]:
     return found
 
 
-def measure(
-    mapping: Mapping[str, Any], launcher: Launcher, output: Path, log: Path
-) -> dict[str, Any]:
+def measure(planned: PlannedRun, launcher: Launcher, output: Path, log: Path) -> dict[str, Any]:
     """Trains for a moment without delays at an equal split; the entry for calibration.json.
 
-    mapping: a config file's content. Raises UserError where the run fails or says too little.
+    planned: the run whose config file is taken, without its key=value arguments. Raises UserError
+    where the measurement fails or says too little.
     """
-    config = resolve(from_mapping(mapping))
+    plain = replace(planned.launch, config=resolve(from_mapping(planned.mapping)))
+    config = replace(planned, launch=plain).config
     samples = outline(config.data, config.seed, lambda prepare: prepare()).train_samples
     begin = time.monotonic()
-    run = _undelayed_run(mapping, config, samples, launcher, output, log)
+    run = _undelayed_run(planned.mapping, config, samples, launcher, output, log)
     wall_seconds = time.monotonic() - begin
     return {
         "workload": workload(config),
@@ -138,6 +141,7 @@ def _undelayed_run(
         mapping,
         {
             "name": "calibration", "stragglers": [], "algorithm": "sync-sgd", "seed": 0, **equal,
+            "schedule": {"kind": "constant"},
             "epochs": math.ceil(STEPS * config.batch_size / used), "data.subset": used,
         },
     )  # fmt: skip

@@ -11,17 +11,21 @@
         set: {epochs: 15}       # optional: for all runs of this grid
         delays:                 # optional: name -> straggler rules, instead of the config's own
           "0.45": [{ranks: [1], kind: constant, fraction: 0.45}]
+        workers: [1, 2, 4]      # optional: instead of the number above, one run for each
         policies: [null, affine]                # optional; null: as the algorithm has it
         vary: {partition.every: [null, 20]}     # optional: any key -> values; null: leave it
 
-A run's config is called <name>[-<delay>]; what `policies` and `vary` change is given to trainer.py
-as key=value and so names the run's folder as always. A run that two grids ask for is made once.
+A run's config is called <name>[-<delay>][-<n>w]; what `policies` and `vary` change is given to
+trainer.py as key=value and so names the run's folder as always. A run that two grids ask for is
+made once.
 Runs of a first seed come before those of a second, and algorithms directly one after the other, so
-that a change of the machine's speed meets all algorithms alike.
+that a change of the machine's speed meets all algorithms alike. Where the command line says how
+many workers there are, only the runs of so many are made: one sitting for each size of a cluster.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -39,7 +43,7 @@ from configs import files
 from configs.command_line import Launch, parse, run_folder
 from configs.errors import UserError
 from configs.filling import fill, printable, setting
-from configs.schema import ALGORITHMS, check_workers, from_mapping
+from configs.schema import ALGORITHMS, Config, for_workers, from_mapping
 
 NAME = r"[A-Za-z0-9_+=-][A-Za-z0-9._+=-]{0,49}"
 # Keys that have a place of their own in an experiment file.
@@ -61,6 +65,9 @@ class Grid:
     name: str | None = setting(
         None, "Instead of the config's.", pattern=NAME, pattern_meaning="letters, digits, . _ + = -"
     )
+    workers: tuple[int, ...] | None = setting(
+        None, "Numbers of workers, one run each.", at_least=1, nonempty=True
+    )
 
 
 @dataclass(frozen=True)
@@ -68,13 +75,23 @@ class PlannedRun:
     """One run of trainer.py.
 
     base: the name of its config file; mapping: that file's content, without measured times; launch:
-    what trainer.py will make of it; overrides: its key=value arguments.
+    what trainer.py will make of it; overrides: its key=value arguments; workers: on all nodes, None
+    where only torchrun will know.
     """
 
     base: str
     mapping: Mapping[str, Any]
     overrides: tuple[str, ...]
     launch: Launch
+    workers: int | None
+
+    @property
+    def config(self) -> Config:
+        """The resolved configuration with its global batch, as the run will record it."""
+        config = self.launch.config
+        if config.batch_size is not None:
+            return config
+        return dataclasses.replace(config, batch_size=config.batch_per_worker * self.workers)
 
     @property
     def folder(self) -> Path:
@@ -98,13 +115,13 @@ class PlannedRun:
 class Experiment:
     """All runs of an experiment file, in the order in which they are made.
 
-    per_node: workers on each node, as torchrun takes it; workers: on all nodes, None where only
-    torchrun will know.
+    per_node: workers on each node, as torchrun takes it, None where each run has its own number;
+    workers: on all nodes, None where each run has its own number or only torchrun will know.
     """
 
     name: str
     output: Path
-    per_node: str
+    per_node: str | None
     workers: int | None
     runs: tuple[PlannedRun, ...]
 
@@ -127,23 +144,31 @@ def read_experiment(
     name = mapping.get("name")
     if not isinstance(name, str) or not re.fullmatch(NAME, name):
         raise UserError(f"{where}: name must be given, of letters, digits, . _ + = -")
+    grids = mapping.get("grids")
+    if not isinstance(grids, list) or not grids:
+        raise UserError(f"{where}: grids must be a non-empty list of mappings")
+    given = per_node is not None or nodes is not None
     per_node = _per_node(mapping.get("workers"), where) if per_node is None else per_node
     counts = [per_node, nodes or "1"]
     workers = math.prod(map(int, counts)) if all(map(str.isdecimal, counts)) else None
     extra = _keys(extra, "command line")
-    grids = mapping.get("grids")
-    if not isinstance(grids, list) or not grids:
-        raise UserError(f"{where}: grids must be a non-empty list of mappings")
     output = Path("runs") / name if output is None else output
     common = _keys(mapping.get("set"), f"{where}: set")
     found: list[tuple[int, PlannedRun]] = []
     with tempfile.TemporaryDirectory() as scratch:
         for number, entry in enumerate(grids):
             place = f"{where}: grids.{number}"
-            found += _expand(entry, place, output, common, extra, Path(scratch))
+            found += _expand(entry, place, output, common, extra, workers, Path(scratch))
     found.sort(key=lambda pair: pair[0])
     runs = _without_doubles([run for _, run in found], where)
-    _check_runs(runs, workers, where)
+    _check_runs(runs, where)
+    if workers is None and any(run.workers is not None for run in runs):
+        raise UserError(
+            f"{where}: grids with workers of their own need to know how many there are: give "
+            "--nproc-per-node and --nnodes as numbers"
+        )
+    if not given and any(run.workers != workers for run in runs):
+        return Experiment(name, output, None, None, tuple(runs))
     return Experiment(name, output, per_node, workers, tuple(runs))
 
 
@@ -165,12 +190,17 @@ def _expand(
     output: Path,
     common: Mapping[str, Any],
     extra: Mapping[str, Any],
+    workers: int | None,
     scratch: Path,
 ) -> Iterator[tuple[int, PlannedRun]]:
-    """The runs of one grid, each with its seed's place in the grid's list."""
+    """The runs of one grid, each with its seed's place in the grid's list.
+
+    workers: of a grid that has no numbers of its own.
+    """
     if not isinstance(entry, dict):
         raise UserError(f"{where} must be a mapping with configs, algorithms, seeds, …")
-    known = ("configs", "algorithms", "seeds", "name", "set", "delays", "policies", "vary")
+    known = ("configs", "algorithms", "seeds", "name", "workers", "set", "delays", "policies",
+             "vary")  # fmt: skip
     _check_keys(entry, known, where)
     free = ("set", "delays", "policies", "vary")
     grid = fill(Grid, {k: v for k, v in entry.items() if k not in free}, where)
@@ -178,18 +208,30 @@ def _expand(
     if grid.name is not None and len(grid.configs) > 1:
         raise UserError(f"{where}.name would call several configs the same: give each its grid")
     bases = [
-        set_keys(base, fixed)
+        sized
         for config in grid.configs
         for base in _delayed(config, grid.name, entry.get("delays"), where)
+        for sized in _sized(set_keys(base, fixed), grid.workers, workers)
     ]
     variants = _variants(entry, where)
-    for (place, seed), base, overrides, algorithm in itertools.product(
+    for (place, seed), (base, count), overrides, algorithm in itertools.product(
         enumerate(grid.seeds), bases, variants, grid.algorithms
     ):
-        yield place, _planned(base, overrides, algorithm, seed, output, scratch, where)
+        launch = _launch(base, overrides, algorithm, seed, output, scratch, where)
+        yield place, PlannedRun(str(base["name"]), base, overrides, launch, count)
 
 
-def _planned(
+def _sized(
+    base: dict[str, Any], numbers: Sequence[int] | None, workers: int | None
+) -> Iterator[tuple[dict[str, Any], int | None]]:
+    """The config file's mapping once per number of workers, or once for those of all grids."""
+    if numbers is None:
+        yield base, workers
+    for number in numbers or ():
+        yield {**base, "name": f"{base['name']}-{number}w"}, number
+
+
+def _launch(
     base: Mapping[str, Any],
     overrides: tuple[str, ...],
     algorithm: str,
@@ -197,17 +239,16 @@ def _planned(
     output: Path,
     scratch: Path,
     where: str,
-) -> PlannedRun:
-    """The run as trainer.py itself would read it from a file that holds `base`."""
+) -> Launch:
+    """What trainer.py itself would make of a file that holds `base`, and these arguments."""
     from_mapping(base, f"{where}: config {printable(str(base.get('name')))}")
     file = scratch / "config.yaml"
     file.write_text(yaml.safe_dump(dict(base)))
     own = ["--algorithm", algorithm, "--seed", str(seed), "--output", str(output)]
     try:
-        launch = parse(["--config", str(file), *own, *overrides])
+        return parse(["--config", str(file), *own, *overrides])
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
-    return PlannedRun(str(base["name"]), base, overrides, launch)
 
 
 def _delayed(config: str, name: str | None, delays: object, where: str) -> Iterator[dict[str, Any]]:
@@ -257,7 +298,7 @@ def _without_doubles(runs: Sequence[PlannedRun], where: str) -> list[PlannedRun]
     found: dict[Path, PlannedRun] = {}
     for run in runs:
         first = found.setdefault(run.folder, run)
-        if first.launch != run.launch:
+        if (first.launch, first.workers) != (run.launch, run.workers):
             raise UserError(
                 f"{where}: two different runs would be recorded in {run.folder}: give one of their "
                 "grids another name"
@@ -272,14 +313,19 @@ def _without_doubles(runs: Sequence[PlannedRun], where: str) -> list[PlannedRun]
     return list(found.values())
 
 
-def _check_runs(runs: Sequence[PlannedRun], workers: int | None, where: str) -> None:
+def _check_runs(runs: Sequence[PlannedRun], where: str) -> None:
     """What a config's own checks cannot see: number of workers, models."""
     built = set()
     for run in runs:
         config = run.launch.config
         try:
-            if workers is not None:
-                check_workers(config, workers)
+            if run.workers is not None:
+                for_workers(config, run.workers)
+            elif config.batch_size is None:
+                raise UserError(
+                    "batch_per_worker needs to know how many workers there are: give "
+                    "--nproc-per-node and --nnodes as numbers"
+                )
             if config.model.name not in built:
                 built.add(config.model.name)
                 models.build(config.model.name, 10, config.data.image_size or 32)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,6 +33,10 @@ class Launcher:
 
     prefix: tuple[str, ...]
     options: tuple[str, ...]
+
+    def on(self, per_node: str | int) -> Launcher:
+        """The same with so many workers on each node."""
+        return replace(self, options=(f"--nproc-per-node={per_node}", *self.options))
 
     def command(self, arguments: Sequence[str]) -> list[str]:
         """The command line of `torchrun … trainer.py ARGUMENTS`."""

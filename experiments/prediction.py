@@ -54,8 +54,8 @@ class Prediction:
 class Predictor:
     """Predicts runs of one experiment; `learn` takes in what has finished."""
 
-    def __init__(self, calibrations: Calibrations, workers: int | None) -> None:
-        self._calibrations, self._workers = calibrations, workers
+    def __init__(self, calibrations: Calibrations) -> None:
+        self._calibrations = calibrations
         self._seconds: dict[Path, list[float]] = defaultdict(list)  # of one setting, per epoch
         self._costs: list[tuple[dict[str, Any], Costs]] = []
         self._told: dict[tuple[Any, ...], Prediction] = {}
@@ -71,13 +71,13 @@ class Predictor:
         self._seconds[run.folder.parent].append(
             record.epochs[-1]["total_seconds"] / len(record.epochs)
         )
-        self._costs.append((workload(run.launch.config), _costs_of_run(record)))
+        self._costs.append((workload(run.config), _costs_of_run(record)))
 
     def predict(self, run: PlannedRun) -> Prediction:
-        """run.launch.config holds the delays' measured times, as far as there are any."""
+        """run.config holds the delays' measured times, as far as there are any."""
         # Runs that differ by seed alone take as long, and there are many.
         known = self._calibrations.entries
-        key = (run.folder.parent, run.launch.config.stragglers, len(known))
+        key = (run.folder.parent, run.config.stragglers, len(known))
         if key not in self._told:
             self._told[key] = self._predict_epochs(run)
         told = self._told[key]
@@ -87,16 +87,16 @@ class Predictor:
         return Prediction(told.seconds + float(np.median(starts)), told.source)
 
     def _predict_epochs(self, run: PlannedRun) -> Prediction:
-        config = run.launch.config
+        config = run.config
         if same := self._seconds.get(run.folder.parent):
             return Prediction(float(np.mean(same)) * config.epochs, "finished runs alike")
         own = workload(config)
         for known, costs in reversed(self._costs):
-            if known == own:
+            if known == own and run.workers in (None, len(costs.a)):
                 return _predicted(costs, config, "finished run of this workload")
-        if (entry := self._calibrations.find(config)) is not None:
+        if (entry := self._calibrations.find(config, run.workers)) is not None:
             return _predicted(_costs_of_calibration(entry, config), config, "calibration")
-        if (costs := authors_costs(config, self._workers)) is not None:
+        if (costs := authors_costs(config, run.workers)) is not None:
             return _predicted(costs, config, "the authors' machine")
         return Prediction(None, "nothing measured yet")
 

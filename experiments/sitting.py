@@ -33,16 +33,23 @@ STOP = "stop"  # a file of this name in the output folder ends the sitting after
 
 
 def select(experiment: Experiment, patterns: Sequence[str] | None) -> list[PlannedRun]:
-    """The runs whose title fits one of the shell patterns; all without patterns."""
+    """The runs whose title fits one of the shell patterns; all without patterns.
+
+    Where the number of workers is given, those of other numbers are left for another sitting.
+    """
+    possible = [run for run in experiment.runs if experiment.workers in (None, run.workers)]
+    if not possible:
+        numbers = ", ".join(map(str, sorted({run.workers for run in experiment.runs})))
+        raise UserError(f"no run is of {experiment.workers} workers: there are those of {numbers}")
     runs = [
         run
-        for run in experiment.runs
+        for run in possible
         if not patterns or any(fnmatch.fnmatchcase(run.title, pattern) for pattern in patterns)
     ]
     if not runs:
         raise UserError(
-            f"--only {' '.join(patterns or ())} fits none of the {len(experiment.runs)} runs, "
-            f"e.g. {experiment.runs[0].title}"
+            f"--only {' '.join(patterns or ())} fits none of the {len(possible)} runs, "
+            f"e.g. {possible[0].title}"
         )
     return runs
 
@@ -62,12 +69,12 @@ class Sitting:
         max_hours: float | None = None,
     ) -> None:
         self.experiment, self._launcher, self._calibrations = experiment, launcher, calibrations
-        self._predictor = Predictor(calibrations, experiment.workers)
+        self._predictor = Predictor(calibrations)
         self._end = None if max_hours is None else time.monotonic() + 3600 * max_hours
         self.runs = [self._with_times(run) for run in runs]
         self.failed: list[str] = []
         for run in map(self._with_times, experiment.runs):
-            _check_folder(run, experiment)
+            _check_folder(run)
             if is_finished(run.folder):
                 self._predictor.learn(run)
 
@@ -85,7 +92,7 @@ class Sitting:
     def work(self) -> None:
         """Makes all runs that are left, or as many as time allows."""
         left = self.left()
-        progress = Progress(sum(run.launch.config.epochs for run in left))
+        progress = Progress(sum(run.config.epochs for run in left))
         try:
             progress.say(f"{len(self.runs) - len(left)} of {len(self.runs)} runs are finished")
             if self._calibrations.elsewhere():
@@ -93,7 +100,7 @@ class Sitting:
             self._calibrate(left, progress)
             left = [self._with_times(run) for run in left]
             for number, run in enumerate(left):
-                if must_measure(run.launch.config.stragglers):
+                if must_measure(run.config.stragglers):
                     self.failed.append(f"{run.title}: not started without its calibration")
                     continue
                 if why := self._must_stop():
@@ -110,16 +117,17 @@ class Sitting:
 
     def _calibrate(self, runs: Sequence[PlannedRun], progress: Progress) -> None:
         """Measures each workload that needs it, once; where that fails, a line in `failed`."""
-        seen: list[dict[str, Any]] = []
+        seen: list[tuple[dict[str, Any], int | None]] = []
         for run in runs:
-            config = run.launch.config
-            if not must_measure(config.stragglers) or (own := workload(config)) in seen:
+            config = run.config
+            own = workload(config), run.workers
+            if not must_measure(config.stragglers) or own in seen:
                 continue
             seen.append(own)
             log = self._log(f"calibration-{run.base}")
             progress.say(f"calibration of {run.base}: {STEPS} steps without delays")
             try:
-                entry = measure(run.mapping, self._launcher, self.experiment.output, log)
+                entry = measure(run, self._launcher_of(run), self.experiment.output, log)
             except UserError as error:
                 self.failed.append(f"{run.base}: {error}")
                 continue
@@ -141,7 +149,7 @@ class Sitting:
 
         continued = count_epochs(run.folder) > 0
         log, begin = self._log(run.title.replace("/", "_")), time.monotonic()
-        code = self._launcher.run(run.arguments(self._write_config(run)), log, watch)
+        code = self._launcher_of(run).run(run.arguments(self._write_config(run)), log, watch)
         seconds = time.monotonic() - begin
         spent = duration(seconds)
         if code == 0 and is_finished(run.folder):
@@ -152,6 +160,10 @@ class Sitting:
             return
         self.failed.append(f"{run.title}: exit code {code}, see {log}")
         progress.say(f"{place} {run.title}: failed after {spent}")
+
+    def _launcher_of(self, run: PlannedRun) -> Launcher:
+        per_node = self.experiment.per_node
+        return self._launcher.on(run.workers if per_node is None else per_node)
 
     def _must_stop(self) -> str | None:
         stop = self.experiment.output / STOP
@@ -164,10 +176,9 @@ class Sitting:
 
     def _with_times(self, run: PlannedRun) -> PlannedRun:
         """The run with its delays' measured times, as far as there are any."""
-        config = run.launch.config
-        mapping = self._calibrations.applied(run.mapping, config)
+        mapping = self._calibrations.applied(run.mapping, run.config, run.workers)
         rules = from_mapping(mapping).stragglers
-        launch = replace(run.launch, config=replace(config, stragglers=rules))
+        launch = replace(run.launch, config=replace(run.launch.config, stragglers=rules))
         return replace(run, mapping=mapping, launch=launch)
 
     def _write_config(self, run: PlannedRun) -> Path:
@@ -187,7 +198,7 @@ def plan(sitting: Sitting) -> str:
     left = {run.folder for run in sitting.left()}
     rows = [("run", "epochs", "predicted", "from")]
     for run in sitting.runs:
-        done, epochs = count_epochs(run.folder), run.launch.config.epochs
+        done, epochs = count_epochs(run.folder), run.config.epochs
         if run.folder not in left:
             rows.append((run.title, f"{epochs}", "finished", ""))
             continue
@@ -202,7 +213,7 @@ def plan(sitting: Sitting) -> str:
 
 def _missing(told: Prediction, run: PlannedRun) -> float | None:
     """Seconds of the epochs that a run has not recorded yet."""
-    done = count_epochs(run.folder) / run.launch.config.epochs
+    done = count_epochs(run.folder) / run.config.epochs
     return None if told.seconds is None else told.seconds * (1 - done)
 
 
@@ -212,19 +223,19 @@ def _added(seconds: Iterable[float | None]) -> float | None:
     return None if None in known else sum(known)
 
 
-def _check_folder(run: PlannedRun, experiment: Experiment) -> None:
+def _check_folder(run: PlannedRun) -> None:
     """Raises UserError where the run's folder holds records of another run."""
     file = run.folder / CONFIG
     if not file.exists():
         return
     workers = recorded_workers(run.folder)
-    if None not in (workers, experiment.workers) and workers != experiment.workers:
+    if None not in (workers, run.workers) and workers != run.workers:
         raise UserError(
-            f"{run.folder} holds a run of {workers} workers, not {experiment.workers}: start "
+            f"{run.folder} holds a run of {workers} workers, not {run.workers}: start "
             f"{workers}, choose another --output, or remove that folder"
         )
     earlier = resolve(from_mapping(read_mapping(file), str(file)))
-    changed = [key for key in differences(earlier, run.launch.config) if key not in MAY_DIFFER]
+    changed = [key for key in differences(earlier, run.config) if key not in MAY_DIFFER]
     if changed:
         hint = f" ({FILE} is missing or another's)" if "busy_seconds" in changed[0] else ""
         raise UserError(

@@ -7,6 +7,7 @@ The environment says what happens: FAKE_NOTES (file that gets each command line 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from fake_runs import write_records
 
 from configs.command_line import parse, run_folder
-from configs.schema import to_mapping
+from configs.schema import for_workers, to_mapping
 
 
 def main(command: list[str]) -> int:
@@ -27,14 +28,16 @@ def main(command: list[str]) -> int:
     launch = parse(command[script + 1 :])
     folder = run_folder(launch)
     folder.mkdir(parents=True, exist_ok=True)
-    config = to_mapping(launch.config)
+    sizes = ("--nproc-per-node=", "--nnodes=")
+    workers = math.prod(int(w.partition("=")[2]) for w in command if w.startswith(sizes))
+    config = to_mapping(for_workers(launch.config, workers))
     fails = os.environ.get("FAKE_FAIL", " ") in str(folder)
     calibrated = [
         {"rule": index, "rank": rank, "seconds": rule["fraction"] * seconds}
         for index, rule in enumerate(config["stragglers"])
         for rank, seconds in zip(rule["ranks"], rule.get("busy_seconds", []))
     ]
-    write_records(folder, config, 2, 1 if fails else config["epochs"], 12, calibrated)
+    write_records(folder, config, workers, 1 if fails else config["epochs"], 12, calibrated)
     if fails:
         (folder / "checkpoint.pt").write_bytes(b"")
         print("it broke")

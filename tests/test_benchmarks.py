@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import balance, plan
+from benchmarks import balance, decoding, plan
 from benchmarks.balance_scenarios import (
     AFFINE,
     AFFINE_FREQUENT,
@@ -233,3 +233,17 @@ def test_a_file_without_such_results_is_refused(tmp_path, capsys):
         path.write_text(text)
         assert benchmark_figures.main([str(path), "--out", str(tmp_path)]) == 1
         assert str(path) in capsys.readouterr().err
+
+
+# --- reading image files ----------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_the_decoder_is_compared_with_a_plain_loader_over_the_same_files(tmp_path):
+    root = decoding._made_up(tmp_path / "tree", 16)
+    row = decoding._compared(root, str(tmp_path), images=16, rounds=2, processes=0)
+    assert len(row["ratios"]) == 2 and row["own / plain"] == pytest.approx(np.mean(row["ratios"]))
+    assert min(row["own (images/s)"], row["plain (images/s)"]) > 0
+    slow, fast = ({"processes": 1, "own / plain": ratio} for ratio in (0.5, 1.5))
+    (miss,) = decoding._misses([slow, fast])
+    assert "0.50 times as fast" in miss

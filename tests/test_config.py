@@ -23,21 +23,26 @@ from configs.schema import (
     StragglerRule,
     check_workers,
     differences,
+    for_workers,
     from_mapping,
     resolve,
     to_mapping,
 )
+from schedule import learning_rate
 
 ROOT = Path(__file__).resolve().parent.parent
 
 # Every key, written down by hand as the README documents them.
 KEYS = """
-name algorithm epochs batch_size seed gradient_weight stragglers exchange precision memory_format
+name algorithm epochs batch_size batch_per_worker accumulate label_smoothing seed gradient_weight
+stragglers exchange precision memory_format
 evaluation_batch_size backend device threads timeout output model.name data.name data.root
 data.cache data.subset data.test_subset data.image_size data.mean data.std data.crop_padding
+data.crop data.test_resize
 data.flip data.placement data.memory_limit_gib data.loader_workers data.train_samples
 data.test_samples optimizer.lr optimizer.momentum optimizer.nesterov optimizer.weight_decay
-schedule.kind partition.policy partition.shares partition.every partition.min_batch
+schedule.kind schedule.milestones schedule.factor schedule.scale_lr schedule.reference_batch_size
+schedule.warmup_epochs partition.policy partition.shares partition.every partition.min_batch
 partition.max_batch partition.min_gain partition.replay
 stragglers.N.ranks stragglers.N.kind stragglers.N.seconds
 stragglers.N.fraction stragglers.N.busy_seconds stragglers.N.shape stragglers.N.scale
@@ -48,13 +53,18 @@ DEFAULTS = """
 algorithm: edp-sgd
 epochs: 150
 batch_size: 256
+batch_per_worker: null
+accumulate: 1
+label_smoothing: 0.0
 seed: 42
 model: {name: resnet50}
 data: {name: cifar10, root: data, cache: data/cache, subset: null, test_subset: null,
-       image_size: null, mean: null, std: null, crop_padding: 4, flip: true, placement: auto,
+       image_size: null, mean: null, std: null, crop: pad, crop_padding: 4, flip: true,
+       test_resize: null, placement: auto,
        memory_limit_gib: 4.0, loader_workers: 2, train_samples: 4096, test_samples: 1024}
 optimizer: {lr: 0.1, momentum: 0.9, nesterov: true, weight_decay: 0.0005}
-schedule: {kind: cosine}
+schedule: {kind: cosine, milestones: null, factor: 0.1, scale_lr: none, reference_batch_size: 256,
+  warmup_epochs: 0.0}
 partition: {policy: null, shares: null, every: epoch, min_batch: 2, max_batch: null,
   min_gain: 0.01, replay: null}
 gradient_weight: null
@@ -468,7 +478,7 @@ def test_unreadable_files(tmp_path):
 @pytest.mark.parametrize("name", ["nowhere/x.yaml", "lenet-lo", "", "\0", "x" * 5000, "a\nb"])
 def test_a_missing_file_lists_the_configs_that_ship(name):
     message = refusal(parse, ["--config", name])
-    assert "demo, lenet-high, lenet-low" in message
+    assert "demo, imagenet-resnet50, lenet-high, lenet-low" in message
 
 
 def test_a_missing_file_suggests_the_nearest_config():
@@ -510,8 +520,39 @@ def test_shipped_configs(name):
     assert f"torchrun --standalone --nproc_per_node=2 trainer.py --config {name}" in head[1]
 
 
+def test_the_large_batch_recipe_for_1000_classes():
+    """Goyal et al. 2017, section 5.1, with 64 workers: a global batch of 8,192, a rate of 3.2."""
+    config = for_workers(parse(["--config", "imagenet-resnet50"]).config, 64)
+    assert (config.batch_size, config.epochs, config.precision) == (8192, 90, "bf16")
+    assert (config.model.name, config.data.image_size) == ("torchvision/resnet50", 224)
+    assert (config.data.crop, config.data.flip, config.label_smoothing) == ("resized", True, 0.1)
+    rates = [learning_rate(config, epoch) for epoch in (0, 5, 29, 30, 60, 80)]
+    assert rates == pytest.approx([0.1, 3.2, 3.2, 0.32, 0.032, 0.0032])
+    assert config.optimizer.weight_decay == 1e-4 and config.stragglers == ()
+
+
 def test_no_other_configs_ship():
-    assert files.shipped() == sorted(SHIPPED)
+    assert files.shipped() == sorted([*SHIPPED, "imagenet-resnet50"])
+
+
+@pytest.mark.parametrize(
+    "data, words",
+    [
+        ("{crop: resized}", ["data.crop resized", "image_folder", "data.image_size"]),
+        ("{name: image_folder, crop: resized}", ["data.crop resized", "data.image_size"]),
+        ("{name: image_folder, crop: resized, image_size: 8, placement: memory}",
+         ["data.crop resized", "data.placement"]),
+        ("{test_resize: 9}", ["data.test_resize", "image_folder"]),
+        ("{name: image_folder, image_size: 8, test_resize: 7}",
+         ["data.test_resize 7", "data.image_size 8"]),
+    ],
+)  # fmt: skip
+def test_crops_that_cannot_be_made_are_refused(data, words):
+    with pytest.raises(UserError) as error:
+        read(f"data: {data}")
+    assert "\n" not in str(error.value)
+    for word in words:
+        assert word in str(error.value)
 
 
 # The command line.

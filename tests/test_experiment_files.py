@@ -16,6 +16,7 @@ from configs.command_line import parse
 from configs.errors import UserError
 from configs.schema import ALGORITHMS, from_mapping, resolve, to_mapping
 from experiments.grid import Experiment, PlannedRun, read_experiment, set_keys
+from experiments.sitting import select
 
 ROOT = Path(__file__).resolve().parent.parent
 BASE: dict[str, Any] = {
@@ -165,6 +166,38 @@ def test_what_is_given_on_the_command_line_wins(tmp_path):
 def test_the_number_of_workers(tmp_path, per_node, nodes, workers):
     document = {"name": "set", "workers": 2, "grids": [dict(GRID)]}
     assert read(tmp_path, document, per_node=per_node, nodes=nodes).workers == workers
+
+
+@pytest.mark.parametrize(
+    "per_node, nodes, per_run",
+    [(None, None, None), ("4", None, "4"), ("2", "2", "2"), (None, "2", "2")],
+)
+def test_grids_may_have_numbers_of_workers_of_their_own(tmp_path, per_node, nodes, per_run):
+    grids = [{**GRID, "workers": [1, 4], "set": {"batch_size": None, "batch_per_worker": 8}},
+             dict(GRID)]  # fmt: skip
+    document = {"name": "set", "workers": 2, "grids": grids}
+    experiment = read(tmp_path, document, per_node=per_node, nodes=nodes)
+    others = 2 if per_node is None and nodes is None else 4
+    assert [(run.base, run.workers) for run in experiment.runs] == [
+        ("base-1w", 1), ("base-4w", 4), ("base", others)
+    ]  # fmt: skip
+    assert [run.config.batch_size for run in experiment.runs[:2]] == [8, 32]
+    assert experiment.per_node == per_run
+    made = {run.workers for run in select(experiment, None)}
+    assert made == ({1, 2, 4} if per_run is None else {4})
+
+
+def test_workers_that_only_torchrun_knows_do_not_go_with_numbers_of_their_own(tmp_path):
+    document = {"name": "set", "grids": [{**GRID, "workers": [1, 4]}]}
+    with pytest.raises(UserError, match="--nproc-per-node and --nnodes as numbers"):
+        read(tmp_path, document, per_node="gpu")
+    document = {"name": "set", "grids": [{**GRID, "set": {"batch_size": None,
+                                                          "batch_per_worker": 8}}]}  # fmt: skip
+    with pytest.raises(UserError, match="batch_per_worker needs to know"):
+        read(tmp_path, document, per_node="gpu")
+    with pytest.raises(UserError, match="no run is of 3 workers: there are those of 1, 4"):
+        document = {"name": "set", "grids": [{**GRID, "workers": [1, 4]}]}
+        select(read(tmp_path, document, per_node="3"), None)
 
 
 dotted = st.from_regex(r"[a-c](\.[a-c]){0,2}", fullmatch=True)

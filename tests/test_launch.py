@@ -166,7 +166,7 @@ def test_a_dry_run_tells_the_plan_and_writes_nothing(tmp_path):
         f"all-reduce: {weights * 8:,} bytes per step and worker",
     ]
     # 0.2 * (1 + cos(pi * e / 4)) / 2
-    assert lines[7].split() == ["0.2", "0.170711", "0.1", "0.0292893"]
+    assert lines[7].split() == ["0:", "0.2", "0.170711", "0.1", "0.0292893"]
     assert not (tmp_path / "runs").exists()
 
 

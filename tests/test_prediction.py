@@ -22,11 +22,11 @@ HALF = [{"ranks": [1], "kind": "constant", "fraction": 0.5}]
 
 
 def calibration(folder: Path, busy: list[float], **config: Any) -> Calibrations:
-    found = Calibrations(folder, len(busy))
+    found = Calibrations(folder)
     entry = {"workload": workload(resolve(from_mapping(short_config(**config))))}
     times = {"exchange_seconds": 0.01, "evaluation_seconds": 1.0, "start_seconds": 5.0}
     found.add({**entry, **times, "busy_seconds": busy, "train_samples": 104})
-    return Calibrations(folder, len(busy))
+    return Calibrations(folder)
 
 
 def test_a_calibration_is_of_one_workload_and_number_of_workers(tmp_path):
@@ -40,8 +40,8 @@ def test_a_calibration_is_of_one_workload_and_number_of_workers(tmp_path):
         ({"model__name": "resnet20"}, False),
     ]:
         config = resolve(from_mapping(short_config(**changes)))
-        assert (known.find(config) is not None) == found
-    assert Calibrations(tmp_path, 3).find(resolve(from_mapping(short_config()))) is None
+        assert (known.find(config, 2) is not None) == found
+    assert known.find(resolve(from_mapping(short_config())), 3) is None
 
 
 def predicted(costs: Costs, **changes: Any) -> float:

@@ -91,10 +91,11 @@ def test_the_worker_finishes_its_part_in_micro_batches_and_gets_less_from_then_o
     assert sizes[0] == 14 and max(sizes[1:]) <= 12
 
 
-def train_with_buckets_sent(rank: int) -> tuple[list[int], list[float]]:
+def train_with_buckets_sent(rank: int, accumulate: int) -> tuple[list[int], list[float]]:
     """Three steps; in the second, memory of worker `rank` does not suffice for the last gradient.
 
-    Returns how many buckets had left by then, and the final weights.
+    accumulate: micro-batches, of which the last one fails. Returns how many buckets had left by
+    then, and the final weights.
     """
     with join("gloo", "cpu", 1, 30.0) as workers:
         # Gradients of 8 MB; DDP's first bucket holds one of them.
@@ -107,12 +108,15 @@ def train_with_buckets_sent(rank: int) -> tuple[list[int], list[float]]:
             outputs = module(images)
             return outputs, (outputs - labels).pow(2).mean()
 
-        exchange = DdpExchange(model, balancer, forward)
-        optimizer, sent = torch.optim.SGD(model.parameters(), lr=0.1), []
+        exchange = DdpExchange(model, balancer, forward, accumulate)
+        optimizer, sent, calls = torch.optim.SGD(model.parameters(), lr=0.1), [], []
         for index in balancer.steps(balancer.sampler, 0):
             if balancer.next_step == 1 and workers.rank == rank:
 
                 def fail(gradient):
+                    calls.append(1)
+                    if len(calls) < accumulate:
+                        return
                     hook.remove()
                     sent.append(balancer.buckets_sent)
                     raise torch.OutOfMemoryError("simulated")
@@ -125,9 +129,10 @@ def train_with_buckets_sent(rank: int) -> tuple[list[int], list[float]]:
         return sent, weights.tolist()
 
 
-def test_a_backward_pass_whose_first_buckets_have_left_is_finished_too(tmp_path):
-    undisturbed = values(run_workers(tmp_path / "a", 2, train_with_buckets_sent, -1))
-    disturbed = values(run_workers(tmp_path / "b", 2, train_with_buckets_sent, 1))
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_backward_pass_whose_first_buckets_have_left_is_finished_too(tmp_path, accumulate):
+    undisturbed = values(run_workers(tmp_path / "a", 2, train_with_buckets_sent, -1, 1))
+    disturbed = values(run_workers(tmp_path / "b", 2, train_with_buckets_sent, 1, accumulate))
     assert disturbed[1][0] == [1] and disturbed[0][0] == []
     for (_, weights), (_, expected) in zip(disturbed, undisturbed):
         assert np.abs(np.array(weights) - expected).max() < 1e-12

@@ -426,3 +426,39 @@ def test_ctrl_c_ends_all_processes_and_the_same_command_finishes_the_set(tmp_pat
     again = parse(["--config", str(file), "--algorithm", "dp-sgd", "--output", str(output)])
     stored = yaml.safe_load((run / "config.yaml").read_text())
     assert again.config == resolve(from_mapping(stored))
+
+
+# --- several numbers of workers -------------------------------------------------------------------
+
+
+def test_grids_of_several_numbers_of_workers_are_launched_and_compared_by_them(experiment, capsys):
+    experiment.write(
+        {"workers": [1, 2], "delays": {"equal": []}, "algorithms": ["sync-sgd"], "seeds": [1],
+         "set": {"batch_size": None, "batch_per_worker": 16}}
+    )  # fmt: skip
+    assert experiment.call() == 0
+    numbers = {
+        Path(dict(itertools.pairwise(command))["--config"]).stem: number
+        for command in experiment.commands()
+        for number in command
+        if number.startswith("--nproc-per-node=")
+    }
+    assert numbers == {
+        "base-equal-1w": "--nproc-per-node=1", "base-equal-2w": "--nproc-per-node=2"
+    }  # fmt: skip
+    assert "| equal | ddp | sync-sgd | 2 | 32 |" in (
+        experiment.output / "scaling" / "scaling.md"
+    ).read_text()
+    # Done is done, also where the global batch is known only with the workers.
+    capsys.readouterr()
+    assert experiment.call() == 0
+    assert "2 of 2 runs are finished" in capsys.readouterr().out
+
+
+def test_a_sitting_on_a_given_cluster_makes_the_runs_of_its_size(experiment):
+    experiment.write(
+        {"workers": [1, 2], "delays": {"equal": []}, "algorithms": ["sync-sgd"], "seeds": [1]}
+    )
+    assert experiment.call("--nproc-per-node=2") == 0
+    assert experiment.started() == ["base-equal-2w/sync-sgd/seed-1"]
+    assert experiment.call("--nproc-per-node=3") == 2

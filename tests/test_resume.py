@@ -90,6 +90,9 @@ READ_AHEAD = {"data__placement": "loader", "data__loader_workers": 1}
         # BatchNorm's statistics, and more than one bucket for DDP to order anew.
         (3, "save_checkpoint", 2, {**RESNET, "partition__shares": [1, 2, 3]}),
         (2, "append_epoch", 3, {**RESNET, "partition__policy": "equal"}),
+        # In the middle of a warm-up.
+        (2, "append_epoch", 2, {**LENET, "schedule__scale_lr": "linear", "optimizer__lr": 0.01,
+            "schedule__reference_batch_size": 8, "schedule__warmup_epochs": 3.5}),
         # Dropout, and autocast.
         (2, "save_checkpoint", 2, {**DROPOUT, "partition__shares": [1, 2]}),
     ],

@@ -11,15 +11,13 @@ import numpy as np
 import pytest
 import torch
 from processes import run_trainer, values
-from torch.nn.functional import cross_entropy, pad
-from training import Trained, launch, short_config, train
+from torch.nn.functional import cross_entropy, one_hot, pad
+from training import Trained, launch, train
 
 import models
-from configs.schema import from_mapping
 from data.augment import augmentation_table
 from data.synthetic import synthetic_data
 from partitioner import epoch_order
-from schedule import learning_rate
 
 SEED, BATCH, RATE = 42, 32, 0.05
 
@@ -70,8 +68,10 @@ def initial_model() -> torch.nn.Module:
 
 
 @lru_cache
-def by_hand(train_samples: int = 104, test_samples: int = 31, epochs: int = 3) -> Reference:
-    """Plain SGD on full global batches."""
+def by_hand(
+    train_samples: int = 104, test_samples: int = 31, epochs: int = 3, smoothing: float = 0.0
+) -> Reference:
+    """Plain SGD on full global batches; smoothing: of the training labels."""
     data = synthetic_data(train_samples, test_samples)
     images, labels = tensors(data.train)
     test_images, test_labels = tensors(data.test)
@@ -85,7 +85,9 @@ def by_hand(train_samples: int = 104, test_samples: int = 31, epochs: int = 3) -
             index = order[start : start + BATCH]
             x = torch.stack([cropped_and_flipped(images[i], draws[i]) for i in index])
             outputs = model(normalised(x, data))
-            loss = cross_entropy(outputs, labels[index])
+            # Smoothed labels are the given one and the mean of all, weighted.
+            wanted = one_hot(labels[index], 10).double() * (1 - smoothing) + smoothing / 10
+            loss = -(wanted * outputs.log_softmax(1)).sum(1).mean()
             sgd.zero_grad()
             loss.backward()
             sgd.step()
@@ -290,22 +292,3 @@ def test_dropout_has_a_stream_for_each_epoch_worker_and_run(tmp_path):
     ]
     assert [len(seeds) for seeds in drawn] == [2] * 4
     assert len({seed for seeds in drawn for seed in seeds}) == 8
-
-
-# --- learning rate --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("epochs", [1, 7, 150])
-def test_cosine_is_pytorch_s_annealing_to_zero(epochs):
-    config = from_mapping(short_config(epochs=epochs, optimizer__lr=0.1))
-    sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-    annealing = torch.optim.lr_scheduler.CosineAnnealingLR(sgd, epochs)
-    for epoch in range(epochs):
-        assert learning_rate(config, epoch) == pytest.approx(sgd.param_groups[0]["lr"], abs=1e-15)
-        sgd.step()
-        annealing.step()
-
-
-def test_constant_stays():
-    config = from_mapping(short_config(epochs=9, optimizer__lr=0.3, schedule__kind="constant"))
-    assert {learning_rate(config, epoch) for epoch in range(9)} == {0.3}
