@@ -22,6 +22,9 @@ if ! "$PYTHON" -c 'import torch' 2> /dev/null; then
     exit 2
 fi
 
+# Absolute, as the last line is run in another folder.
+PYTHON=$("$PYTHON" -c 'import sys; print(sys.executable)')
+
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
