@@ -46,7 +46,7 @@ if [ -z "${HOROVOD_GPU_OPERATIONS:-}" ]; then
 fi
 export HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1
 export HOROVOD_WITH_GLOO=1 HOROVOD_WITHOUT_MPI=1
-export MAKEFLAGS=${MAKEFLAGS:--j$(nproc)}
+export MAKEFLAGS="-j${MAX_JOBS:-$(nproc)}"
 "$PYTHON" -m pip install --no-build-isolation --no-deps "$source"
 
 # Not from the checkout: what is in the current folder would be found first.
