@@ -1,6 +1,6 @@
 """A stand-in for Horovod, so that what is built around it is tested where Horovod is not.
 
-It sums over the process group at once and holds its caller to what Horovod asks for. What Horovod
+It sums over the process group and holds its caller to what Horovod asks for. What Horovod
 itself does is tested by test_horovod.py.
 """
 
@@ -10,14 +10,14 @@ import itertools
 import os
 import sys
 from types import ModuleType
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 Sum = "sum"
 _numbers = itertools.count(1)
-_pending: dict[int, tuple[str, Any]] = {}
+_pending: dict[int, tuple[str, torch.Tensor]] = {}
+_done: dict[int, tuple[str, torch.Tensor]] = {}
 
 
 def install() -> None:
@@ -35,7 +35,7 @@ def init() -> None:
 
 
 def shutdown() -> None:
-    assert not _pending
+    assert not _pending and not _done
 
 
 def cuda_built() -> bool:
@@ -71,9 +71,14 @@ def allreduce_async_(tensor: torch.Tensor, name: str, op: str) -> int:
     assert tensor.is_contiguous() and tensor.dtype in (torch.float32, torch.float64)
     assert op == Sum and name not in [other for other, _ in _pending.values()]
     handle = next(_numbers)
-    _pending[handle] = name, dist.all_reduce(tensor, async_op=True)
+    _pending[handle] = name, tensor
     return handle
 
 
 def synchronize(handle: int) -> None:
-    _pending.pop(handle)[1].wait()
+    # Workers may send in any order: as Horovod does, tensors are matched by name.
+    for _, tensor in sorted(_pending.values(), key=lambda pair: pair[0]):
+        dist.all_reduce(tensor)
+    _done.update(_pending)
+    _pending.clear()
+    del _done[handle]
