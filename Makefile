@@ -1,10 +1,11 @@
 # `make demo` and `make test` need Linux with Python 3.10+ (with its venv module) and make.
 PYTHON ?= python3
 VENV := .venv
+HOROVOD_VENV ?= .venv-horovod
 BIN := $(VENV)/bin
 ALGORITHMS := sync-sgd dp-sgd edp-sgd
 
-.PHONY: demo test test-gpu
+.PHONY: demo test test-gpu test-horovod
 
 demo: $(VENV)/.runs
 	for algorithm in $(ALGORITHMS); do \
@@ -19,6 +20,16 @@ test: $(VENV)/.tests
 
 test-gpu: $(VENV)/.tests
 	$(BIN)/python -m pytest -m gpu tests/test_gpu.py
+
+test-horovod: $(HOROVOD_VENV)/.tests
+	$(HOROVOD_VENV)/bin/python -m pytest tests/test_horovod.py tests/test_without_horovod.py
+
+# Built there for the PyTorch that is there, which takes some ten minutes of two cores.
+$(HOROVOD_VENV)/.tests: requirements.txt requirements-dev.txt scripts/install_horovod.sh
+	$(PYTHON) -m venv $(HOROVOD_VENV)
+	$(HOROVOD_VENV)/bin/python -m pip install -r requirements-dev.txt
+	scripts/install_horovod.sh $(HOROVOD_VENV)/bin/python
+	touch $@
 
 $(VENV)/.runs: requirements.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed")'

@@ -523,16 +523,16 @@ class Balancer:
             sizes[step:stop, : len(split)] = split
         self.plan = replace(self.plan, batch_sizes=sizes)
 
-    def bucket_ready(self, bucket: dist.GradBucket) -> None:
-        """Called by DDP's hook for each bucket of gradients, before it is sent."""
-        self.on_gradient(bucket.buffer())
-        bucket.buffer().mul_(self.weight())
-        if bucket.is_last():
+    def bucket_ready(self, gradients: torch.Tensor, is_last: bool) -> None:
+        """Weights one bucket of the step's gradients; called for each, before it is sent."""
+        self.on_gradient(gradients)
+        gradients.mul_(self.weight())
+        if is_last:
             self.before_ready()
             self.clock.mark("ready")
         with self._counting:
             self.buckets_sent += 1
-            self._all_sent = bucket.is_last()
+            self._all_sent = is_last
 
     def bucket_summed(self) -> None:
         """Called when a bucket's sum is there, by whichever thread saw it: not always in order."""
@@ -600,7 +600,7 @@ def _nothing_of(gradient: torch.Tensor) -> None:
 
 def _weighted_sum(balancer: Balancer, bucket):
     """DDP's hook. No annotation on `bucket`: DDP compares it with a class, and ours are strings."""
-    balancer.bucket_ready(bucket)
+    balancer.bucket_ready(bucket.buffer(), bucket.is_last())
     # A sum with explicit weights: a mean would be one for equal batches only, and gloo has none.
     future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
 

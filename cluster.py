@@ -2,14 +2,19 @@
 
 Tensors of the model travel over the backend of the device (NCCL or gloo, see balancer.py). All
 else, a few numbers at a time, travels over a gloo group of its own between CPU buffers.
+
+Under Horovod too: Horovod starts the workers, tells them where to meet, and sums the gradients. All
+else goes the same way as without it, so that there is one implementation of it for all exchanges,
+and groups with time limits of their own, which Horovod has not.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import horovod_library
 from configs.errors import UserError
 
 # Downloading, unpacking or decoding a data set may take far longer than any step.
@@ -58,7 +64,8 @@ class Workers:
     def launcher(self) -> str:
         """The command words that start as many workers as there are, up to the script's name."""
         if "RANK" not in os.environ:
-            return "python "
+            alone = "HOROVOD_RANK" not in os.environ
+            return "python " if alone else f"horovodrun -np {self.size} python "
         nodes = -(-self.size // self.local_size)
         where = "--standalone" if nodes == 1 else f"--nnodes={nodes}"
         return f"torchrun {where} --nproc_per_node={self.local_size} "
@@ -165,24 +172,26 @@ def join(
     timeout: float,
     local_rank: int | None = None,
     local_size: int | None = None,
+    horovod: bool = False,
 ) -> Iterator[Workers]:
     """Joins the process group that the launcher describes, or makes one of a single process.
 
     backend, device: None for what the machine has; threads: PyTorch's on each worker, None for an
     even part of the cores; timeout: seconds until a collective that does not end is an error;
-    local_rank, local_size: from the command line, used where the environment does not say.
+    local_rank, local_size: from the command line, used where the environment does not say;
+    horovod: whether the launcher is horovodrun, and Horovod sums the gradients.
     Raises UserError for a set-up that cannot work.
     """
-    place = _place(local_rank, local_size)
+    place = horovod_library.start(timeout) if horovod else _place(local_rank, local_size)
     kind = _device_kind(device)
-    backend = _backend(backend, kind)
+    backend = _backend(backend or ("gloo" if horovod else None), kind)
     here = torch.device("cpu")
     if kind == "cuda":
         here = torch.device("cuda", place["local_rank"] % torch.cuda.device_count())
         torch.cuda.set_device(here)
     torch.set_num_threads(_threads(threads, place["local_size"]))
     limit = timedelta(seconds=timeout)
-    store = _store(limit)
+    store = _store_over_horovod(place, limit) if horovod else _store(limit)
     meeting = {"store": store, "rank": place["rank"], "world_size": place["size"]}
     dist.init_process_group(backend, timeout=limit, **({} if store is None else meeting))
     control = dist.new_group(backend="gloo", timeout=limit)
@@ -195,6 +204,25 @@ def join(
     yield workers
     # Only after success: with a broken peer this would wait, and the process is ending anyway.
     dist.destroy_process_group()
+    if horovod:
+        horovod_library.stop()
+
+
+def environment_rank() -> str:
+    """This worker's rank as its launcher's environment has it; 0 without a launcher."""
+    return os.environ.get("RANK", os.environ.get("HOROVOD_RANK", "0"))
+
+
+def _store_over_horovod(place: Mapping[str, int], limit: timedelta) -> dist.Store:
+    """A store on rank 0, at a free port, whose address is told over Horovod."""
+    if place["rank"] == 0:
+        one_node = place["local_size"] == place["size"]
+        host = "127.0.0.1" if one_node else horovod_library.host() or socket.gethostname()
+        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
+        horovod_library.broadcast_text(f"{host}:{store.port}")
+        return store
+    host, _, port = horovod_library.broadcast_text("").rpartition(":")
+    return dist.TCPStore(host, int(port), is_master=False, timeout=limit)
 
 
 def _store(limit: timedelta) -> dist.Store | None:
@@ -219,6 +247,11 @@ def _place(local_rank: int | None, local_size: int | None) -> dict[str, int]:
             raise UserError(
                 f"--local_world_size={local_size or 1} --local_rank={local_rank or 0} but no "
                 "launcher started this process: use torchrun --nproc_per_node=N trainer.py …"
+            )
+        if environment.get("HOROVOD_SIZE", "1") != "1":
+            raise UserError(
+                "horovodrun started this process, but exchange is not horovod: "
+                "add --exchange horovod, or start with torchrun"
             )
         return {"rank": 0, "size": 1, "local_rank": 0, "local_size": 1}
     missing = [name for name in _LAUNCHER_VARIABLES if name not in environment]

@@ -1,23 +1,25 @@
 """One worker's part of a step: forward, backward, and the weighted sum of all workers' gradients.
 
-The sum is made by DistributedDataParallel, overlapped with the backward pass (`ddp`), or by one
-all-reduce of one flat buffer after it (`flat`). A worker's part may be computed in micro-batches
-(`accumulate`), weighted by their samples: their gradients add up to that of the whole part, and
-leave with the last one. A worker whose device runs out of memory finishes its part alone in more of
-them, while the others wait, and asks for a smaller batch from the next rebalance on. The gradient
-is the same to rounding; BatchNorm normalises by micro-batch then.
+The sum is made by DistributedDataParallel (`ddp`) or Horovod (`horovod`), both overlapped with the
+backward pass, or by one all-reduce of one flat buffer after it (`flat`). A worker's part may be
+computed in micro-batches (`accumulate`), weighted by their samples: their gradients add up to that
+of the whole part, and leave with the last one. A worker whose device runs out of memory finishes
+its part alone in more of them, while the others wait, and asks for a smaller batch from the next
+rebalance on. The gradient is the same to rounding; BatchNorm normalises by micro-batch then.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+import horovod_library
 from balancer import Balancer, broadcast_state, wrap
 from configs.errors import UserError
 
@@ -186,4 +188,72 @@ class FlatExchange(Exchange):
         self._balancer.reduce_flat(self._module.parameters())
 
 
-EXCHANGES = {"ddp": DdpExchange, "flat": FlatExchange}
+class HorovodExchange(Exchange):
+    """By Horovod: each gradient leaves as soon as it is ready, and Horovod fuses small ones.
+
+    Only the gradients travel over Horovod. Not its DistributedOptimizer: that weights all workers
+    alike, does not tell when a worker's last gradient is ready, and steps the optimizer itself. Nor
+    its prescale_factor, which may not differ between workers: the gradient is multiplied first.
+    """
+
+    def __init__(self, module: nn.Module, balancer: Balancer, *arguments: Any) -> None:
+        super().__init__(module, balancer, *arguments)
+        self._horovod = horovod_library.load()
+        self._check_device(next(module.parameters()).device)
+        broadcast_state(module)
+        self.model = module
+        self._named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+        # Of the gradients that have been sent in this step, by the name of the parameter.
+        self._handles: dict[str, int] = {}
+        self._sends = True
+        for name, parameter in self._named:
+            parameter.register_post_accumulate_grad_hook(partial(self._send, name))
+
+    def _check_device(self, device: torch.device) -> None:
+        if device.type == "cuda" and not self._horovod.cuda_built():
+            raise UserError(
+                "exchange: this Horovod was built for CPUs alone: use --device cpu, or build it "
+                "again with HOROVOD_GPU_OPERATIONS=NCCL scripts/install_horovod.sh"
+            )
+
+    def _send(self, name: str, parameter: nn.Parameter) -> None:
+        """Called for each parameter in each backward pass, as soon as its gradient is there."""
+        if not self._sends:
+            return
+        is_last = len(self._handles) + 1 == len(self._named)
+        self._balancer.bucket_ready(parameter.grad, is_last)
+        flat = _in_memory_order(parameter.grad)
+        self._handles[name] = self._horovod.allreduce_async_(
+            flat, name=name, op=self._horovod.Sum
+        )
+
+    def _hand_over(self, gradients: Sequence[Tensor], image: Tensor) -> None:
+        for (name, parameter), gradient in zip(self._named, gradients):
+            # What a backward pass that broke off has sent is on its way, and right.
+            if name not in self._handles:
+                parameter.grad = gradient
+                self._send(name, parameter)
+        self._finish()
+
+    @contextmanager
+    def _unsent(self) -> Iterator[None]:
+        self._sends = False
+        try:
+            yield
+        finally:
+            self._sends = True
+
+    def _finish(self) -> None:
+        handles, self._handles = self._handles, {}
+        for handle in handles.values():
+            self._horovod.synchronize(handle)
+            self._balancer.bucket_summed()
+
+
+def _in_memory_order(tensor: Tensor) -> Tensor:
+    """A flat view of a dense tensor; Horovod takes contiguous ones alone, not channels-last."""
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(order).view(-1)
+
+
+EXCHANGES = {"ddp": DdpExchange, "flat": FlatExchange, "horovod": HorovodExchange}

@@ -17,6 +17,7 @@ import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -255,11 +256,19 @@ def provenance(repository: Path) -> dict[str, Any]:
             "torchvision": torchvision.__version__,
             "numpy": np.__version__,
             "cuda": torch.version.cuda,
+            "horovod": _installed_version("horovod"),
         },
         "platform": platform.platform(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
+
+
+def _installed_version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _git(repository: Path, *arguments: str) -> str | None:

@@ -5,6 +5,7 @@
         --algorithm edp-sgd
     torchrun --nnodes=2 --node_rank=0 --nproc_per_node=1 --master_addr=HOST --master_port=29500 \\
         trainer.py --config configs/resnet50-low.yaml
+    horovodrun -np 2 python trainer.py --config configs/demo.yaml --exchange horovod
     python trainer.py --config configs/demo.yaml stragglers=[]    # one process, no launcher
     python trainer.py --help                                      # all keys
 """
@@ -31,7 +32,7 @@ from torch.nn.functional import cross_entropy
 
 import checkpoint
 from balancer import average_buffers, typical
-from cluster import Workers, join
+from cluster import Workers, environment_rank, join
 from configs.command_line import Launch, parse, run_folder
 from configs.errors import UserError
 from configs.schema import Config, for_workers, to_mapping
@@ -466,14 +467,15 @@ def main() -> None:
         launch = parse(sys.argv[1:])
         config = launch.config
         place = (launch.local_rank, launch.local_world_size)
-        with join(config.backend, config.device, config.threads, config.timeout, *place) as workers:
+        where = (config.backend, config.device, config.threads, config.timeout, *place)
+        with join(*where, horovod=config.exchange == "horovod") as workers:
             launch = replace(launch, config=for_workers(config, workers.size))
             if launch.dry_run:
                 Console(workers.is_first).say(preview(launch, workers))
             else:
                 train(launch, workers)
     except (UserError, PlanError) as error:
-        print(f"trainer.py: error: rank {os.environ.get('RANK', 0)}: {error}", file=sys.stderr)
+        print(f"trainer.py: error: rank {environment_rank()}: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("trainer.py: interrupted: the same command continues the run", file=sys.stderr)

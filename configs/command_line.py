@@ -29,6 +29,7 @@ SHORTCUTS = {
     "seed": "seed of everything random",
     "output": "folder that receives the run folders",
     "backend": "nccl or gloo",
+    "exchange": "ddp, flat, or horovod (under horovodrun)",
     "device": "cpu or cuda",
 }
 # Keys that do not name a run: they have their own level in the run's path, or change no result.

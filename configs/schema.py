@@ -337,8 +337,8 @@ class Config:
     )
     exchange: str = setting(
         "ddp",
-        "Gradient all-reduce by DistributedDataParallel or as one flat buffer.",
-        choices=("ddp", "flat"),
+        "Gradient all-reduce by DistributedDataParallel, as one flat buffer, or by Horovod.",
+        choices=("ddp", "flat", "horovod"),
     )
     precision: str = setting(
         "fp32", "Number format of the forward pass.", choices=("fp32", "bf16", "fp64")

@@ -1,4 +1,4 @@
-"""Starting trainer.py under torchrun, watching it, and ending it with all that it started."""
+"""Starting trainer.py under its launcher, watching it, and ending it with all that it started."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+from configs.command_line import parse
+from configs.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 # torchrun gives its workers 30 s to end before it kills them.
@@ -39,13 +42,35 @@ class Launcher:
         return replace(self, options=(f"--nproc-per-node={per_node}", *self.options))
 
     def command(self, arguments: Sequence[str]) -> list[str]:
-        """The command line of `torchrun … trainer.py ARGUMENTS`."""
+        """The command line of `torchrun … trainer.py ARGUMENTS`; over Horovod, of `horovodrun …`.
+
+        Raises UserError where there is no horovodrun, or the options say what it is not told here.
+        """
+        if parse(arguments).config.exchange == "horovod":
+            return [*self.prefix, *self._horovodrun(), str(ROOT / "trainer.py"), *arguments]
         alone = not any(option.startswith(_MEETING) for option in self.options)
         return [
             *(*self.prefix, sys.executable, "-m", "torch.distributed.run"),
             *(["--standalone"] if alone else []),
             *(*self.options, str(ROOT / "trainer.py"), *arguments),
         ]
+
+    def _horovodrun(self) -> list[str]:
+        given = dict(option.split("=", 1) for option in self.options)
+        workers = given.pop("--nproc-per-node", "1")
+        if given or not workers.isdecimal():
+            wrong = ", ".join(given) or f"--nproc-per-node={workers}"
+            raise UserError(
+                "exchange: horovod is started on this machine alone, with a number of workers: "
+                f"leave out {wrong}, or start its runs by hand with horovodrun"
+            )
+        program = Path(sys.executable).with_name("horovodrun")
+        if not program.exists():
+            raise UserError(
+                f"exchange: horovod: there is no {program}: build it with "
+                "scripts/install_horovod.sh, or set exchange to ddp"
+            )
+        return [str(program), "-np", workers, sys.executable]
 
     def run(
         self, arguments: Sequence[str], log: Path, watch: Callable[[], None] = lambda: None

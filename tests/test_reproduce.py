@@ -18,6 +18,7 @@ from training import records, short_config
 
 import reproduce
 from configs.command_line import parse
+from configs.errors import UserError
 from configs.schema import from_mapping, resolve
 from experiments import launcher
 from experiments.calibration import FILE
@@ -327,6 +328,47 @@ def test_figures_and_report_are_of_all_runs_of_the_set(tmp_path, monkeypatch, ca
         ["plots", *folders, "--out", str(experiment.output / "figures")],
         ["plots.report", *folders, "--out", str(experiment.output / "report.html"), *predictions],
     ]
+
+
+# --- horovodrun -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def environment(tmp_path, monkeypatch) -> Path:
+    """A Python that has a horovodrun beside it."""
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "horovodrun").touch()
+    return tmp_path / "bin"
+
+
+def config_line(folder: Path, **changes: Any) -> list[str]:
+    config = folder / "config.yaml"
+    config.write_text(yaml.safe_dump(short_config(**changes)))
+    return ["--config", str(config), "--output", "out"]
+
+
+def test_runs_over_horovod_are_started_by_horovodrun(tmp_path, environment):
+    arguments = config_line(tmp_path)
+    launched = Launcher(("nice",), ("--nproc-per-node=3",))
+    torchrun = ["nice", str(environment / "python"), "-m", "torch.distributed.run"]
+    assert launched.command(arguments)[:4] == torchrun
+    horovodrun = ["nice", str(environment / "horovodrun"), "-np", "3", str(environment / "python")]
+    for over in (["exchange=horovod"], ["--exchange", "horovod"]):
+        line = [*arguments, *over]
+        assert launched.command(line) == [*horovodrun, str(ROOT / "trainer.py"), *line]
+
+
+@pytest.mark.parametrize("option", ["--nnodes=2", "--nproc-per-node=gpu"])
+def test_what_horovodrun_is_not_told_is_refused(tmp_path, environment, option):
+    with pytest.raises(UserError, match=option.partition("=")[0]):
+        Launcher((), (option,)).command(config_line(tmp_path, exchange="horovod"))
+
+
+def test_without_horovodrun_one_line_says_how_to_get_it(tmp_path, environment):
+    (environment / "horovodrun").unlink()
+    with pytest.raises(UserError, match="scripts/install_horovod.sh"):
+        Launcher((), ()).command(config_line(tmp_path, exchange="horovod"))
 
 
 # --- ending ---------------------------------------------------------------------------------------
