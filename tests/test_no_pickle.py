@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import io
 import os
 import pickle
 from collections.abc import Iterator
@@ -15,10 +14,12 @@ import pytest
 import torch
 from fake_runs import write_run
 from image_tree import config_for, opened, refusal, write_tree
+from test_fuzz_checkpoint import STATE, saved
 
+import checkpoint
 from configs.errors import UserError
 from data import cifar10
-from recorder import load_state, read_run
+from recorder import read_run
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -122,8 +123,7 @@ def test_nothing_unpickles_or_runs_text_as_code():
 def test_reading_everything_needs_no_unpickler(tmp_path, monkeypatch):
     run = write_run(tmp_path, epochs=2, steps=4)
     config = config_for(write_tree(tmp_path / "tree"), tmp_path)
-    checkpoint = io.BytesIO()
-    torch.save({"next_epoch": 1, "weight": torch.ones(3)}, checkpoint)
+    content = saved(STATE)
 
     def refuse(*given: object, **named: object) -> None:
         raise AssertionError("something was unpickled")
@@ -131,5 +131,5 @@ def test_reading_everything_needs_no_unpickler(tmp_path, monkeypatch):
     for name in ("load", "loads", "Unpickler", "_Unpickler"):
         monkeypatch.setattr(pickle, name, refuse)
     assert len(read_run(run).epochs) == 2
-    assert load_state(checkpoint.getvalue(), tmp_path, torch.device("cpu"))["next_epoch"] == 1
+    assert checkpoint.load(content, tmp_path, torch.device("cpu"))["next_epoch"] == 2
     assert opened(config).train.labels.shape == (12,)
