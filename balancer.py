@@ -414,6 +414,7 @@ class Balancer:
                 self._segment = self.next_step
             last = self.next_step == len(self.plan.starts)
             if pause is not None and not last and pause(self.next_step):
+                self.step_times()  # before the clock begins anew
                 return
         # Lets the loader see its own end; it has nothing left to give.
         next(iterator, None)

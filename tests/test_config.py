@@ -43,7 +43,7 @@ data.flip data.placement data.memory_limit_gib data.loader_workers data.train_sa
 data.test_samples optimizer.lr optimizer.momentum optimizer.nesterov optimizer.weight_decay
 schedule.kind schedule.milestones schedule.factor schedule.scale_lr schedule.reference_batch_size
 schedule.warmup_epochs partition.policy partition.shares partition.every partition.min_batch
-partition.max_batch partition.min_gain partition.replay
+partition.max_batch partition.min_gain partition.replay checkpoint.every checkpoint.keep
 stragglers.N.ranks stragglers.N.kind stragglers.N.seconds
 stragglers.N.fraction stragglers.N.busy_seconds stragglers.N.shape stragglers.N.scale
 stragglers.N.factor stragglers.N.first_epoch stragglers.N.last_epoch
@@ -69,6 +69,7 @@ partition: {policy: null, shares: null, every: epoch, min_batch: 2, max_batch: n
   min_gain: 0.01, replay: null}
 gradient_weight: null
 stragglers: []
+checkpoint: {every: epoch, keep: 2}
 exchange: ddp
 precision: fp32
 memory_format: contiguous
