@@ -19,7 +19,7 @@ from data.folder import prepare_folder
 from data.images import CachedImages, Data, FileImages, ImageSet, Subset
 from data.synthetic import synthetic_data
 
-CIFAR10_SAMPLES = {"train": 50_000, "test": 10_000}
+CIFAR10_SAMPLES, CIFAR10_TEST_SAMPLES = 50_000, 10_000
 CIFAR10_CLASSES, CIFAR10_IMAGE_SIZE = 10, 32
 STREAMS = {"train": 0x737562, "test": 0x737563}  # keep these draws apart from others of the seed
 
@@ -80,8 +80,8 @@ def outline(config: Any, seed: int, once_per_node: Callable[[Callable[[], str]],
     """
     if config.name == "cifar10":
         _check_image_size(config, CIFAR10_IMAGE_SIZE)
-        total = _subset_size(CIFAR10_SAMPLES["train"], config.subset, "data.subset")
-        _subset_size(CIFAR10_SAMPLES["test"], config.test_subset, "data.test_subset")
+        total = _subset_size(CIFAR10_SAMPLES, config.subset, "data.subset")
+        _subset_size(CIFAR10_TEST_SAMPLES, config.test_subset, "data.test_subset")
         return Outline(total, CIFAR10_CLASSES, CIFAR10_IMAGE_SIZE)
     data = open_data(config, seed, once_per_node(partial(prepare, config)))
     return Outline(len(data.train), len(data.classes), data.image_size)
