@@ -137,10 +137,10 @@ class Job:
     def run(self) -> None:
         """Starts torchrun again and again; RuntimeError where that leads nowhere."""
         begin = time.monotonic()
-        while not list(self._folder.rglob("final.pt")):
+        while not self._finished():
             before = self._progress()
             self._start()
-            if self._progress() == before:
+            if self._progress() == before and not self._finished():
                 log = (self._folder / "log").read_text()
                 raise RuntimeError(f"a start of torchrun led nowhere:\n{log[-5000:]}")
         self.seconds = time.monotonic() - begin
@@ -183,6 +183,9 @@ class Job:
             finally:
                 if process.poll() is None:
                     end(process)
+
+    def _finished(self) -> bool:
+        return bool(list(self._folder.rglob("final.pt")))
 
     def _progress(self) -> tuple[int, int]:
         files = list(self._folder.rglob("checkpoint.pt"))
