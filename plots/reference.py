@@ -119,6 +119,8 @@ def read_predictions(path: Path, authors: Authors) -> Predictions:
             key, algorithm = PaperKey(row["model"], float(row["delay_seconds"])), row["algorithm"]
             predictions.setdefault(key, {})[algorithm] = _prediction(row, authors[key])
         return predictions
+    except UserError as error:
+        raise UserError(f"{error}: {_REMEDY}") from error
     except KeyError as error:
         raise UserError(f"{path} lacks {error}: {_REMEDY}") from error
     except (AttributeError, TypeError, ValueError, ZeroDivisionError) as error:

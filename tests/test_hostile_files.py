@@ -277,7 +277,7 @@ def test_all_listed_kinds_of_images_are_read(tmp_path):
     for suffix in sorted(kinds):
         path = tmp_path / f"image{suffix}"
         Image.new("L" if suffix == ".pgm" else "RGB", (8, 8), 77).save(path)
-        assert data.decoding.decode(str(path), 8, resize=False).shape == (3, 8, 8)
+        assert data.decoding.decode(str(path), 8, None).shape == (3, 8, 8)
 
 
 def test_a_pipe_called_an_image_is_left_out(tmp_path):

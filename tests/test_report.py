@@ -389,7 +389,7 @@ def test_no_text_becomes_markup(one: str, two: str, three: str) -> None:
 
 def test_texts_of_configs_are_escaped(tmp_path: Path) -> None:
     evil = "<img src=http://example.org onerror=alert(1)>"
-    write_run(tmp_path, model__name=evil, backend=evil, partition__policy="replay",
+    write_run(tmp_path, model__name=evil, data__root=evil, partition__policy="replay",
               partition__replay=evil, **SMALL)  # fmt: skip
     text = make_page([tmp_path])
     page = Page(text)
