@@ -45,7 +45,6 @@ def refusals(outcomes: list[Outcome], *parts: str) -> None:
         (["partition.policy=replay", "partition.replay=/no/such"], ["partition.replay: /no/such"]),
         (["partition.min_batch=1", "model.name=torchvision/resnet18"],
          ["partition.min_batch", "resnet18", "32x32"]),
-        (["--output", "o" * 300], ["output", "name too long"]),
         pytest.param(
             ["--device", "cuda"], ["no GPU", "--device cpu"],
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
