@@ -62,6 +62,8 @@ def test_bad_input_is_refused_by_every_worker_in_one_line(tmp_path, arguments, p
 def test_an_output_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "runs").write_text("a file")
     refusals(launch(tmp_path, 2, limit=SOON), str(tmp_path / "runs"), "output")
+    line = ["--config", "demo", "stragglers=[]", "--output", "o" * 300]
+    refusals(run_workers(tmp_path / "long", 1, run_trainer, *line, limit=SOON), "name too long")
 
 
 def without(names: list[str], *argv: str) -> None:
