@@ -109,7 +109,7 @@ def test_when_a_node_is_lost_the_rest_goes_on(tmp_path):
     elastic = [
         "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d",
         f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=job", "--local-addr=127.0.0.1",
-        "--rdzv-conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3",
+        "--rdzv-conf=last_call_timeout=12,keep_alive_interval=1,keep_alive_max_attempt=3",
     ]  # fmt: skip
     nodes = [torchrun(folder, *elastic, fates={}, **options) for _ in range(2)]
     try:
