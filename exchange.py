@@ -245,8 +245,8 @@ class HorovodExchange(Exchange):
 
     def _finish(self) -> None:
         handles, self._handles = self._handles, {}
-        for handle in handles.values():
-            self._horovod.synchronize(handle)
+        for name, handle in handles.items():
+            horovod_library.wait(handle, name)
             self._balancer.bucket_summed()
 
 

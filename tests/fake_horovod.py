@@ -75,6 +75,10 @@ def allreduce_async_(tensor: torch.Tensor, name: str, op: str) -> int:
     return handle
 
 
+def poll(handle: int) -> bool:
+    return handle in _pending or handle in _done
+
+
 def synchronize(handle: int) -> None:
     # Workers may send in any order: as Horovod does, tensors are matched by name.
     for _, tensor in sorted(_pending.values(), key=lambda pair: pair[0]):
