@@ -119,6 +119,11 @@ def test_batch_norm_and_channels_last_follow_ddp(tmp_path):
     assert np.abs(over_horovod.flat() - over_ddp.flat()).max() < 1e-9
 
 
+def test_micro_batches_leave_together(tmp_path):
+    accumulated = trained(tmp_path, 2, accumulate=3, partition__shares=[1, 3])
+    check_against(by_hand(), accumulated, 104, 31)
+
+
 def test_one_process_needs_no_launcher(tmp_path):
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump(short_config(exchange="horovod")))

@@ -83,6 +83,7 @@ def over_stand_in(*argv: str) -> None:
     [
         (1, {}),
         (2, {"partition__shares": [1, 5], "memory_format": "channels-last"}),
+        (2, {"partition__shares": [1, 2], "accumulate": 3}),
         (3, {"stragglers": [{"ranks": [0], "kind": "slowdown", "factor": 4.0}]}),
     ],
 )
