@@ -26,9 +26,11 @@ def held() -> dict[str, int]:
     pages = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids]
     files = [len(os.listdir(f"/proc/{pid}/fd")) for pid in pids]
     page = os.sysconf("SC_PAGE_SIZE")
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return {
         "processes": len(pids),
         "bytes": pages[0] * page,
+        "of_them_files": 1024 * int(status["RssFile"].split()[0]),  # code and mapped data
         "loader_bytes": sum(pages[1:]) * page,
         "files": files[0],
         "loader_files": sum(files[1:]),
