@@ -188,16 +188,16 @@ def since_change(times: np.ndarray) -> np.ndarray:
     return new if gap > max(CHANGE * middles[1], SPREADS * spread) else times
 
 
-def typical(times: np.ndarray) -> tuple[float, float]:
-    """Mean of the times without the largest and the smallest tenth, and its standard error.
+def typical(times: np.ndarray) -> tuple[Any, Any]:
+    """Mean of the times [S, …] without the largest and the smallest tenth, and its standard error.
 
     Of three times or more at least one at either end is left out, so that a single spike moves
     neither. Too few times to tell their error are taken to be off by a tenth.
     """
     cut = _trimmed(len(times))
-    kept = np.sort(times)[cut : len(times) - cut]
-    mean = float(kept.mean())
-    return mean, float(kept.std() / np.sqrt(len(kept))) if len(kept) >= 3 else 0.1 * mean
+    kept = np.sort(times, axis=0)[cut : len(times) - cut]
+    mean = kept.mean(0)
+    return mean, kept.std(0) / np.sqrt(len(kept)) if len(kept) >= 3 else 0.1 * mean
 
 
 def _trimmed(count: int) -> int:

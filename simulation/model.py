@@ -18,7 +18,7 @@ from functools import cached_property
 import numpy as np
 
 import balancer
-from balancer import TRIM, WARM_UP_STEPS, EpochPlan
+from balancer import WARM_UP_STEPS, EpochPlan
 from partitioner import LeftOut, Optimum, Partitioner, better_without, optimum
 from simulation.exchange import Exchange
 
@@ -172,19 +172,10 @@ def segments(steps: int, every: str | int) -> Iterator[tuple[int, int, bool]]:
         yield first, stop, stop - first == length or stop - first > max(WARM_UP_STEPS, length // 2)
 
 
-def typical(times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """balancer.typical of each column of times [S, n]: trimmed means and standard errors, [n]."""
-    count = len(times)
-    cut = max(int(count * TRIM), int(count >= 3))
-    kept = np.sort(times, axis=0)[cut : count - cut]
-    means = kept.mean(0)
-    return means, kept.std(0) / np.sqrt(len(kept)) if len(kept) >= 3 else 0.1 * means
-
-
 def _measured(busy: np.ndarray, changing: bool) -> tuple[np.ndarray, np.ndarray]:
     """What the workers tell of busy times [S, n]: means and standard errors, [n] each."""
     if not changing:
-        return typical(busy)
+        return balancer.typical(busy)
     told = [balancer.typical(balancer.since_change(times)) for times in busy.T]
     means, errors = np.array(told).T
     return means, errors

@@ -211,10 +211,10 @@ def test_plans_are_those_of_the_balancer(policy, every, lookahead, monkeypatch):
 
 
 @given(st.integers(1, 90), st.integers(1, 3), st.integers(0, 9))
-def test_typical_times_are_the_balancer_s(steps, workers, seed):
+def test_typical_times_of_columns_are_those_of_each(steps, workers, seed):
     times = np.random.default_rng(seed).lognormal(0, 0.3, (steps, workers))
     expected = [balancer.typical(column) for column in times.T]
-    assert np.array(model.typical(times)).T == pytest.approx(np.array(expected))
+    assert np.array(balancer.typical(times)).T == pytest.approx(np.array(expected))
 
 
 # --- exchange ---------------------------------------------------------------------------------
