@@ -114,3 +114,16 @@ def run_trainer(*argv: str) -> None:
 
     sys.argv = ["trainer.py", *argv]
     trainer.main()
+
+
+def still_running(mark: str) -> list[str]:
+    """Command lines that hold `mark`, of all processes."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = file.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if mark in line:
+            found.append(line)
+    return found

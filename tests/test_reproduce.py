@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from processes import still_running
 from training import records, short_config
 
 import reproduce
@@ -402,19 +403,6 @@ def test_a_launcher_that_does_not_end_is_killed_with_its_workers(tmp_path, monke
 
 
 # --- for real -------------------------------------------------------------------------------------
-
-
-def still_running(mark: str) -> list[str]:
-    """Command lines that hold `mark`, of all processes."""
-    found = []
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            line = file.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if mark in line:
-            found.append(line)
-    return found
 
 
 def hear_ctrl_c() -> None:

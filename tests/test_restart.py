@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from processes import still_running
 from test_launch import free_port
 from test_resume import LENET, READ_AHEAD, check_equal
 from training import read, run_path, short_config, train
@@ -49,19 +50,6 @@ def torchrun(folder: Path, *options: str, fates: Any, **changes: Any) -> subproc
         )
 
 
-def left_over(folder: Path) -> list[str]:
-    """Command lines of processes that name the folder."""
-    found = []
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            line = file.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if str(folder) in line:
-            found.append(line)
-    return found
-
-
 OPTIONS = {**LENET, **READ_AHEAD, "epochs": 3, "checkpoint__every": 3}
 
 
@@ -80,7 +68,7 @@ def test_killed_workers_are_restarted_and_the_run_goes_on_by_itself(tmp_path):
     assert {file.name for file in continued.path.iterdir()} == {
         "config.yaml", "provenance.json", "epochs.jsonl", "steps.npz", "final.pt"
     }  # fmt: skip
-    assert left_over(tmp_path) == []
+    assert still_running(str(tmp_path)) == []
 
 
 def test_a_launcher_that_is_asked_to_end_leaves_a_run_to_go_on_with(tmp_path):
@@ -97,7 +85,7 @@ def test_a_launcher_that_is_asked_to_end_leaves_a_run_to_go_on_with(tmp_path):
         end(process)
     path = run_path(folder)
     marker = json.loads((path / "preempted").read_text())
-    assert marker["signal"] == "SIGTERM" and left_over(tmp_path) == []
+    assert marker["signal"] == "SIGTERM" and still_running(str(tmp_path)) == []
     assert not (path / "final.pt").exists() and "Traceback" not in _workers_words(folder)
 
 
@@ -131,7 +119,7 @@ def test_when_a_node_is_lost_the_rest_goes_on(tmp_path):
     assert 2 in _workers(folder) and _workers(folder)[-1] == 1
     whole = train(tmp_path / "undisturbed", 1, **options)
     assert abs(run.flat() - whole.flat()).max() < 1e-9
-    assert left_over(tmp_path) == []
+    assert still_running(str(tmp_path)) == []
 
 
 def _workers(folder: Path) -> list[int]:
