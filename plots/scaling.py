@@ -31,6 +31,7 @@ from plots import style
 from plots.estimates import Spread, percent_text
 from plots.scaling_predictions import Costs, Network, measured_costs, predicted
 from plots.scaling_records import Family, Point, families, points, seconds_to
+from terminal import say
 
 # Without --accuracy: so many points below the best final accuracy, rounded down to whole percent.
 _BELOW_BEST = 5
@@ -274,7 +275,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print((options.out / "scaling.md").read_text(encoding="utf-8"))
+    say((options.out / "scaling.md").read_text(encoding="utf-8"))
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     return 0
