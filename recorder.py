@@ -1,4 +1,4 @@
-"""A run's folder: resolved config, provenance, records, checkpoints; and reading them.
+"""A run's folder, written: resolved config, provenance, records, checkpoints. reader.py reads it.
 
 Records are JSON lines and NPZ without objects, configs are YAML, checkpoints (checkpoint.py) load
 with `weights_only=True`: nothing is read back with pickle. A crash or a full disk leaves a file's
@@ -14,8 +14,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -30,13 +29,24 @@ import checkpoint
 import storage
 from balancer import EpochPlan
 from configs.errors import UserError
-from configs.files import JSON_BYTES, parse_json, read_mapping, read_text, refuse_compressed
-from configs.filling import printable
+from configs.files import read_mapping
 from configs.schema import Config, differences, from_mapping, to_mapping
 from partitioner import Partitioner
+from reader import (
+    CONFIG,
+    EPOCHS,
+    FINAL,
+    LOCK,
+    PREEMPTED,
+    PROVENANCE,
+    STEP_ARRAYS,
+    STEPS,
+    is_finished,
+    last_workers,
+    parse_object,
+    read_object,
+)
 
-CONFIG, PROVENANCE, EPOCHS, STEPS = "config.yaml", "provenance.json", "epochs.jsonl", "steps.npz"
-FINAL, LOCK, PREEMPTED = "final.pt", ".lock", "preempted"
 # What a start finds: nothing that it uses, a run to go on with, a run that it is to delete.
 NEW, CONTINUES, REPLACES = "new", "continues", "replaces"
 
@@ -52,17 +62,6 @@ MAY_DIFFER = frozenset(
 # Further ones where the number of workers is another: they name single workers.
 OF_WORKERS = ("partition.shares", "partition.min_batch", "partition.max_batch", "stragglers")
 
-_STEP_ARRAYS = {
-    "epoch": np.int32,
-    "step": np.int32,
-    "batch_sizes": np.int32,
-    "busy": np.float32,
-    "wait": np.float32,
-}
-
-
-# --- writing ----------------------------------------------------------------------------------
-
 
 class RunFolder:
     """Writes one run, on rank 0 only. Raises UserError for another run there, and for a full disk.
@@ -76,12 +75,17 @@ class RunFolder:
         self._lines: list[str] = []
         self._steps: list[dict[str, np.ndarray]] = []
 
-    def open(self, config: Config, workers: int, resume: str, overwrite: bool) -> str:
+    def open(
+        self, config: Config, workers: int, resume: str, overwrite: bool, job: str | None = None
+    ) -> str:
         """Makes the folder ready, and says what it holds: NEW, CONTINUES or REPLACES.
 
         resume: `auto` continues an unfinished run, `never` refuses to touch it; overwrite: what the
-        folder holds is to be deleted, which `replace` does.
+        folder holds is to be deleted, which `replace` does; job: the launcher's name for all starts
+        of one command, of which only the first deletes.
         """
+        if overwrite and job is not None and self._begun_by(job):
+            resume, overwrite = "auto", False
         self._config = to_mapping(config)
         try:
             replaces = overwrite and self.path.exists()
@@ -120,7 +124,8 @@ class RunFolder:
         """Sets the records to those of a checkpoint, or to none; returns them. The run begins."""
         text = "" if state is None else state["records"]
         self._lines = text.splitlines()
-        records = [_object(line, f"{self.path}: a checkpoint's records") for line in self._lines]
+        where = f"{self.path}: a checkpoint's records"
+        records = [parse_object(line, where) for line in self._lines]
         self._lock_file.write("not finished\n")
         self._lock_file.flush()
         storage.write(self.path / EPOCHS, text.encode())
@@ -135,7 +140,7 @@ class RunFolder:
         """Writes provenance.json; a continued run keeps the first start's facts and adds these."""
         path = self.path / PROVENANCE
         if path.exists():
-            first = _read_json(path)
+            first = read_object(path)
             later = first.get("continued", [])
             if not isinstance(later, list):
                 raise UserError(f"{path}: its 'continued' is no list: put the file back")
@@ -147,7 +152,7 @@ class RunFolder:
         line = json.dumps(record, allow_nan=False)
         storage.append(self.path / EPOCHS, (line + "\n").encode())
         self._lines.append(line)
-        self._steps.append({k: np.asarray(steps[k], kind) for k, kind in _STEP_ARRAYS.items()})
+        self._steps.append({k: np.asarray(steps[k], kind) for k, kind in STEP_ARRAYS.items()})
         self._write_steps()
 
     def save_checkpoint(self, state: Mapping[str, Any]) -> None:
@@ -187,8 +192,15 @@ class RunFolder:
         # Without a checkpoint nothing of an earlier start is used.
         if begun:
             earlier = from_mapping(read_mapping(self.path / CONFIG), where=str(self.path / CONFIG))
-            self._compare(earlier, config, _last_workers(self.path) in (None, workers))
+            self._compare(earlier, config, last_workers(self.path) in (None, workers))
         return begun
+
+    def _begun_by(self, job: str) -> bool:
+        """Whether the folder's unfinished run was begun by an earlier start of the same job."""
+        path = self.path / PROVENANCE
+        if not path.exists() or not checkpoint.exists(self.path):
+            return False
+        return read_object(path).get("job") == job
 
     def _compare(self, earlier: Config, config: Config, same_workers: bool) -> None:
         changed = [key for key in differences(earlier, config) if key not in MAY_DIFFER]
@@ -221,7 +233,7 @@ class RunFolder:
 
     def _joined_steps(self) -> dict[str, np.ndarray]:
         """All step arrays so far, each as wide as its widest part."""
-        arrays = {name: _stacked([part[name] for part in self._steps]) for name in _STEP_ARRAYS}
+        arrays = {name: _stacked([part[name] for part in self._steps]) for name in STEP_ARRAYS}
         self._steps = [arrays]
         return arrays
 
@@ -359,163 +371,3 @@ def _spread(seconds: np.ndarray) -> dict[str, list[float | None]]:
 def _listed(seconds: np.ndarray) -> list[float | None]:
     """As a list, with None for a worker that saw none of these steps."""
     return [None if np.isnan(value) else value for value in seconds.tolist()]
-
-
-# --- reading ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Run:
-    """One run's records. steps: arrays by name, [steps of all epochs, …] each."""
-
-    path: Path
-    config: dict[str, Any]
-    provenance: dict[str, Any]
-    epochs: list[dict[str, Any]]
-    steps: dict[str, np.ndarray]
-
-
-def read_run(path: Path | str) -> Run:
-    """Reads a run's folder, finished or not. Raises UserError that names a file and its fault."""
-    path = Path(path)
-    epochs = _epoch_lines(path)
-    if not epochs:
-        raise UserError(f"{path / EPOCHS} has no epoch yet")
-    for number, record in enumerate(epochs):
-        if record["epoch"] != number:
-            raise UserError(
-                f"{path / EPOCHS} line {number + 1} is of epoch {printable(record['epoch'])}, not "
-                f"{number}: it must hold each epoch once and in order"
-            )
-    config, facts = read_mapping(path / CONFIG), _read_json(path / PROVENANCE)
-    from_mapping(config, where=printable(str(path / CONFIG)))
-    return Run(path, config, facts, epochs, _read_steps(path))
-
-
-def is_finished(path: Path) -> bool:
-    """Whether a run's folder holds all epochs: with its final weights, or shipped without them.
-
-    A folder with a checkpoint is still being trained, however many epochs it has recorded; so is
-    one whose run has begun and was killed before its first.
-    """
-    if (path / FINAL).exists():
-        return True
-    if checkpoint.exists(path) or _has_begun(path) or not (path / CONFIG).exists():
-        return False
-    config = from_mapping(read_mapping(path / CONFIG), where=str(path / CONFIG))
-    return len(_epoch_lines(path)) >= config.epochs
-
-
-def _has_begun(path: Path) -> bool:
-    """Whether a run in the folder has begun and not ended; true also of one that was killed."""
-    lock = path / LOCK
-    return lock.exists() and lock.stat().st_size > 0
-
-
-def count_epochs(path: Path) -> int:
-    """How many epochs a run's folder has recorded."""
-    file = path / EPOCHS
-    return file.read_bytes().count(b"\n") if file.exists() else 0
-
-
-def recorded_workers(path: Path) -> int | None:
-    """The number of workers of the run in a folder; None where it has not got so far."""
-    file = path / PROVENANCE
-    if not file.exists():
-        return None
-    workers = _read_json(file).get("world_size")
-    if not _is_count(workers):
-        raise UserError(f"{file} has no number of workers: put it back, or remove the folder")
-    return workers
-
-
-def _last_workers(path: Path) -> int | None:
-    """The number of workers of a run's last start; None where it has not got so far."""
-    file = path / PROVENANCE
-    if not file.exists():
-        return None
-    facts = _read_json(file)
-    return [facts, *facts.get("continued", [])][-1].get("world_size")
-
-
-def batch_sizes_by_epoch(path: Path | str) -> list[list[list[int]]]:
-    """The batch sizes of a run's every step: by epoch, step and worker. Raises UserError."""
-    if not (Path(path) / EPOCHS).exists():
-        raise UserError(f"partition.replay: {path} is no run's folder: it has no {EPOCHS}")
-    steps = _read_steps(Path(path))
-    epochs = range(int(steps["epoch"][-1]) + 1 if len(steps["epoch"]) else 0)
-    return [steps["batch_sizes"][steps["epoch"] == epoch].tolist() for epoch in epochs]
-
-
-def find_runs(paths: Iterable[Path | str]) -> list[Path]:
-    """All run folders at or beneath `paths` that have records, sorted. Raises UserError if none."""
-    paths = [Path(path) for path in paths]
-    for path in paths:
-        if not path.exists():
-            raise UserError(f"{path} does not exist: name a run's folder or one above it")
-    found = {file.parent for path in paths for file in path.rglob(EPOCHS) if file.stat().st_size}
-    if not found:
-        raise UserError(f"no run in {', '.join(map(str, paths))}: no {EPOCHS} with an epoch in it")
-    return sorted(found)
-
-
-def _epoch_lines(path: Path) -> list[dict[str, Any]]:
-    file = path / EPOCHS
-    if not file.exists():
-        return []
-    lines = read_text(file, JSON_BYTES).split("\n")
-    # What stands after the last line end was being written when the run was cut off.
-    records = [_object(line, f"{file} line {n}") for n, line in enumerate(lines[:-1], 1)]
-    for number, record in enumerate(records, 1):
-        if not _is_count(record.get("epoch"), least=0):
-            raise UserError(f"{file} line {number} has no epoch number")
-    return records
-
-
-def _read_steps(path: Path) -> dict[str, np.ndarray]:
-    file = path / STEPS
-    if not file.is_file():  # reading a pipe might never end
-        raise UserError(f"{file} cannot be read: there is no such file")
-    try:
-        with np.load(file, allow_pickle=False) as arrays:
-            refuse_compressed(arrays.zip)
-            steps = {name: arrays[name] for name in _STEP_ARRAYS}
-    except (OSError, KeyError, ValueError, EOFError) as error:
-        raise UserError(f"{file} cannot be read: {_one_line(error)}") from error
-    except Exception as error:  # zipfile and zlib raise types of their own for damaged files
-        raise UserError(f"{file} is damaged: {_one_line(error)}") from error
-    _check_steps(steps, file)
-    return steps
-
-
-def _check_steps(steps: Mapping[str, np.ndarray], file: Path) -> None:
-    """Raises UserError unless the arrays are numbers of one length and epochs come in order."""
-    epoch = steps["epoch"]
-    for name, array in steps.items():
-        number = "iu" if np.issubdtype(_STEP_ARRAYS[name], np.integer) else "f"
-        dimensions = 1 if name in ("epoch", "step") else 2
-        if array.dtype.kind not in number or array.ndim != dimensions:
-            raise UserError(f"{file} is damaged: '{name}' is {array.dtype} {list(array.shape)}")
-        if len(array) != len(epoch):
-            raise UserError(f"{file} is damaged: '{name}' has {len(array)} of {len(epoch)} steps")
-    if len(epoch) and (epoch[0] != 0 or not np.isin(np.diff(epoch.astype(float)), (0, 1)).all()):
-        raise UserError(f"{file} is damaged: its epochs are not in order from 0")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return _object(read_text(path, JSON_BYTES), str(path))
-
-
-def _object(text: str, where: str) -> dict[str, Any]:
-    value = parse_json(text, where)
-    if not isinstance(value, dict):
-        raise UserError(f"{where} is not a JSON object")
-    return value
-
-
-def _is_count(value: object, least: int = 1) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _one_line(error: BaseException) -> str:
-    return printable(" ".join(str(error).split()) or type(error).__name__)

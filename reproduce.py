@@ -29,7 +29,7 @@ from experiments.calibration import Calibrations
 from experiments.grid import Experiment, read_experiment
 from experiments.launcher import ENDING, ROOT, TORCHRUN_OPTIONS, Launcher
 from experiments.sitting import Sitting, plan, select
-from recorder import EPOCHS
+from reader import EPOCHS
 from terminal import say
 
 INTERRUPTED = 130

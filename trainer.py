@@ -44,15 +44,7 @@ from interruption import FiniteGuard, Preempted, Request, StopFlag, listening
 from metrics import Clocks, Metrics
 from partitioner import PlanError
 from preview import preview
-from recorder import (
-    CONTINUES,
-    PHASES,
-    REPLACES,
-    RunFolder,
-    epoch_record,
-    provenance,
-    step_arrays,
-)
+from recorder import CONTINUES, PHASES, REPLACES, RunFolder, epoch_record, provenance, step_arrays
 from schedule import learning_rate
 from stragglers import Stragglers, calibrate, must_measure
 from worker_state import own_part, restore_part, seed_dropout
@@ -348,6 +340,8 @@ def train(launch: Launch, workers: Workers) -> None:
     """
     config, console = launch.config, Console(workers.is_first)
     folder, found = _open_folder(launch, workers)
+    if found == CONTINUES and launch.overwrite:
+        console.say(f"--overwrite was for the first start of this job ({_job()}): this goes on")
     prepared = workers.once_per_node(partial(prepare, config.data))
     data = open_data(config.data, config.seed, prepared)
     check_steps(config, len(data.train), workers.size)
@@ -433,11 +427,19 @@ def _asked(request: Request) -> bool:
 def _open_folder(launch: Launch, workers: Workers) -> tuple[RunFolder, str]:
     """The run's folder, which rank 0 alone decides and opens; and what it holds."""
     config, folder = launch.config, RunFolder(run_folder(launch))
-    # A launcher's restart continues the run whose start may have been told to overwrite.
+    # A launcher's restart continues the run whose start may have been told to overwrite. Where a
+    # node has joined or was lost the count stays 0, and the job's name has to tell.
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     overwrite = launch.overwrite and not restarted
     resume = "auto" if restarted else launch.resume
-    return folder, workers.once(lambda: folder.open(config, workers.size, resume, overwrite))
+    arguments = (config, workers.size, resume, overwrite, _job())
+    return folder, workers.once(lambda: folder.open(*arguments))
+
+
+def _job() -> str | None:
+    """torchrun's --rdzv-id; None where it has none, so that no two starts look like one job."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID")
+    return None if name == "none" else name
 
 
 def _facts(trainer: Trainer, data: Data) -> dict[str, Any]:
@@ -445,6 +447,7 @@ def _facts(trainer: Trainer, data: Data) -> dict[str, Any]:
     workers, module = trainer.workers, trainer.module
     return provenance(Path(__file__).parent) | {
         "command": workers.launcher + shlex.join(sys.argv),
+        "job": _job(),
         "world_size": workers.size,
         "backend": workers.backend,
         "devices": workers.gather_json(workers.device_name),

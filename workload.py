@@ -13,7 +13,7 @@ from balancer import Balancer, Peers
 from cluster import Workers
 from configs.errors import UserError
 from configs.schema import Config
-from recorder import batch_sizes_by_epoch
+from reader import batch_sizes_by_epoch
 
 # Under bf16 the weights stay fp32: autocast rounds where it is safe.
 DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}

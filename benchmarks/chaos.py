@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import ROOT, finish, make_folder, table
 from experiments.launcher import end
-from recorder import read_run
+from reader import read_run
 
 WORKERS, EPOCHS, SAMPLES, BATCH_SIZE = 4, 25, 2048, 64
 QUICK_EPOCHS, QUICK_FAULTS = 4, 8

@@ -24,7 +24,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import arguments, finish, launch, table
-from recorder import read_run
+from reader import read_run
 
 WORKERS, EPOCHS, QUICK_EPOCHS = 2, 200, 30
 SETTLED = 10  # epochs

@@ -45,7 +45,7 @@ from configs.errors import UserError
 from configs.schema import from_mapping, resolve
 from data.images import Data, ImageSet
 from data.sources import open_data, prepare
-from recorder import Run, read_run
+from reader import Run, read_run
 from workload import build_module, build_optimizer
 
 WORKERS, BATCH_SIZE = 2, 256

@@ -28,7 +28,7 @@ from data.sources import outline
 from experiments.grid import PlannedRun, set_keys
 from experiments.launcher import Launcher
 from plots.records import warm_steps
-from recorder import Run, read_run
+from reader import Run, read_run
 from stragglers import must_measure
 
 FILE = "calibration.json"

@@ -19,14 +19,8 @@ from experiments.grid import Experiment, PlannedRun
 from experiments.launcher import Launcher
 from experiments.prediction import Prediction, Predictor
 from experiments.progress import Progress, duration
-from recorder import (
-    CONFIG,
-    MAY_DIFFER,
-    PREEMPTED,
-    count_epochs,
-    is_finished,
-    recorded_workers,
-)
+from reader import CONFIG, PREEMPTED, count_epochs, is_finished, recorded_workers
+from recorder import MAY_DIFFER
 from stragglers import must_measure
 
 STOP = "stop"  # a file of this name in the output folder ends the sitting after the present run

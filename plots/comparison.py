@@ -15,7 +15,7 @@ from plots.grouping import BASELINE, Experiment, Variant
 from plots.records import column, last_half, provenance, setting
 from plots.reference import PaperKey, Times
 from plots.summary import epoch_seconds, speed_up, spread, total_seconds
-from recorder import Run
+from reader import Run
 
 
 @dataclass(frozen=True)
@@ -191,9 +191,7 @@ def _line(experiment: Experiment, variant: Variant, base: Variant | None) -> Abl
     )
 
 
-def _steady_base(
-    experiment: Experiment, experiments: Sequence[Experiment]
-) -> Experiment | None:
+def _steady_base(experiment: Experiment, experiments: Sequence[Experiment]) -> Experiment | None:
     if is_steady(_rules(experiment)):
         return None
     own = _mean_delay(experiment)

@@ -15,7 +15,7 @@ from plots.grouping import BASELINE, Experiment, Workload
 from plots.records import column
 from plots.style import Cue
 from plots.summary import Row, rows
-from recorder import Run
+from reader import Run
 
 # A loss axis that spans more than this factor is logarithmic.
 _LOG_SPAN = 50.0

@@ -19,7 +19,7 @@ from configs.errors import UserError
 from configs.schema import ALGORITHMS
 from plots.delays import delay_level, delay_size, largest_ratio
 from plots.records import is_finished, provenance, setting, workers
-from recorder import CONFIG, Run
+from reader import CONFIG, Run
 
 BASELINE = "sync-sgd"
 

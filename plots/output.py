@@ -10,10 +10,10 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
-import recorder
 from configs.errors import UserError
 from plots import figures, style, summary, worker_figures
 from plots.grouping import Experiment, Variant, Workload, group, workloads
+from plots.records import read_runs
 from plots.style import Cue
 
 _Draw = Callable[[Experiment, Mapping[str, Cue]], Figure]
@@ -64,8 +64,9 @@ def write_output(paths: Sequence[Path], out: Path) -> Output:
 
     Raises UserError when there are no runs, a record is damaged, or `out` cannot be written.
     """
-    runs = [recorder.read_run(path) for path in recorder.find_runs(paths)]
-    experiments, notes = group(runs)
+    runs, notes = read_runs(paths)
+    experiments, doubles = group(runs)
+    notes += doubles
     tables = workloads(experiments)
     try:
         out.mkdir(parents=True, exist_ok=True)

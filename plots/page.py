@@ -86,9 +86,7 @@ def _row_class(row: Sequence[Cell]) -> str:
 def figure(svg: bytes, text: str, name: str) -> Element:
     """An SVG image inside the page, with `text` as its caption and for whoever cannot see it."""
     data = "data:image/svg+xml;base64," + base64.b64encode(svg).decode("ascii")
-    return node(
-        "figure", node("img", src=data, alt=text), node("figcaption", text), id=name
-    )
+    return node("figure", node("img", src=data, alt=text), node("figcaption", text), id=name)
 
 
 def notes(lines: Iterable[str]) -> Element:

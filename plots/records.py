@@ -1,4 +1,4 @@
-"""What is read out of a run's records: single entries, columns over epochs, steps.
+"""What is read out of runs' records: the runs themselves, entries, columns over epochs, steps.
 
 A record that lacks what is asked for raises UserError with the file's name.
 """
@@ -11,10 +11,41 @@ from typing import Any
 
 import numpy as np
 
+import reader
 from configs.errors import UserError
-from recorder import CONFIG, EPOCHS, PROVENANCE, STEPS, Run
+from reader import CONFIG, EPOCHS, PROVENANCE, STEPS, Run
 
 _WARM_UP_STEPS = 3
+
+
+def read_runs(paths: Iterable[Path | str]) -> tuple[list[Run], list[str]]:
+    """All runs beneath `paths`, but those whose number of workers changed: a note on each of them.
+
+    Raises UserError where no run is left, or a record is damaged.
+    """
+    runs, notes = [], []
+    for path in reader.find_runs(paths):
+        run = reader.read_run(path)
+        numbers = [workers(run), *_numbers_of_workers(run)]
+        if len(set(numbers)) == 1:
+            runs.append(run)
+            continue
+        seen = [str(n) for n, before in zip(numbers, [None, *numbers]) if n != before]
+        notes.append(f"{path}: left out, its number of workers changed: {', then '.join(seen)}")
+    if not runs:
+        raise UserError(f"no run to show; {notes[0]}")
+    return runs, notes
+
+
+def _numbers_of_workers(run: Run) -> list[int]:
+    """By epoch."""
+    file, numbers = run.path / EPOCHS, []
+    for line, record in enumerate(run.epochs, 1):
+        shares = _entry(record, ("shares",), f"{file} line {line}")
+        if not isinstance(shares, list):
+            raise UserError(f"{file} line {line}: 'shares' is no list: damaged, run this seed again")
+        numbers.append(len(shares))
+    return numbers
 
 
 def is_finished(run: Run) -> bool:

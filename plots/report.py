@@ -17,14 +17,17 @@ from xml.etree.ElementTree import Element
 
 import yaml
 
-import recorder
 from configs.errors import UserError
+from partitioner import PlanError
 from plots import output, style, tables
 from plots.comparison import Ablation, Comparison, comparisons, plain, split
 from plots.grouping import Experiment, count, group, workloads
 from plots.page import document, figure, node, notes
-from plots.reference import Authors, Predictions, read_authors, read_predictions
+from plots.predicted import predict
+from plots.records import read_runs
+from plots.reference import Pair, Times, read_authors, read_pairs, read_predictions
 from plots.style import Cue
+from plots.tables import Told
 from terminal import say
 
 _TITLE = "Heterogeneous SGD: own runs beside the paper’s"
@@ -40,25 +43,35 @@ _CAPTIONS = {
     "phases": "Where each worker’s time in a step goes.",
     "shares-busy-epochs": "Shares of the global batch, and busy times with T*, over the epochs.",
 }
+_PAIRS_TITLE = "The authors’ unequal instances"
 _TIMES_CAPTION = "Training time per epoch by delay level and algorithm."
 
 _READING = (
     "A grey, empty cell was not run here, not recorded, or does not apply; nothing is left out for "
-    "being unknown. Sources: runs made here, the paper’s authors, the simulator.",
+    "being unknown. Sources: runs made here, the paper’s authors, and the simulator, which knows "
+    "the sync-sgd runs of either alone and so has no row of its own for them.",
     "± is one standard deviation (n − 1) over n seeds; with n = 1 there is none.",
     "Speed-ups are over sync-sgd of the same source, geometric means of the ratios of runs with "
     "the same seed. Brackets hold the 95 % interval of Student’s t on the logarithms of these "
     "ratios, paired by seed (n − 1 degrees of freedom); with n = 1 there is no interval.",
     "The authors’ interval is Welch’s, unpaired, from mean and standard deviation of their five "
-    "runs; a prediction has none. Predicted speed-ups are over sync-sgd as it is predicted for the "
-    "same machine state; predictions start from the authors’ sync-sgd runs, whose row is empty.",
+    "runs; a prediction has none. Predicted speed-ups are over sync-sgd as it is simulated with "
+    "the same times.",
     "Training alone leaves evaluation and checkpoints out. The authors’ is their steps per epoch "
     "times the seconds per batch of the slower worker; their run time includes evaluation.",
     "Balanced busy times are by worker, in order of rank: medians of steps, averaged over the last "
     "half of the epochs. The authors’ are means of the last 50 epochs and of forward, backward and "
     "delay alone.",
     "T* is the least step time that any split of the global batch could reach; it is known once "
-    "every worker has been seen at two batch sizes, so not for sync-sgd.",
+    "every worker has been seen at two batch sizes, so not for sync-sgd. The simulator takes all "
+    "of an undelayed busy time for growing with the batch, so its T* is a little lower where some "
+    "of it does not.",
+)
+_PAIRS_READING = (
+    "The authors ran two unequal AWS instances with equal shares alone, so the rows of dp-sgd are "
+    "predictions for what nobody has measured.",
+    "Busy times at one batch size do not tell how much of them grows with the batch: all of it is "
+    "one end, 80 % a cautious guess. Jitter is that of the measured percentiles.",
 )
 _ACCURACY_READING = (
     "Accuracies are top-1 on the test set, each sample once. The best epoch is picked by the same "
@@ -85,8 +98,8 @@ class _Content:
     experiments: list[Experiment]
     compared: list[Comparison]
     ablations: dict[str, list[Ablation]]
-    authors: Authors
-    predictions: Predictions
+    told: Told
+    pairs: list[Pair]
     cues: Mapping[str, Cue]
     notes: list[str]
 
@@ -97,22 +110,35 @@ def make_page(paths: Sequence[Path], predictions: Path | None = None) -> str:
     predictions: the record of `simulator.py authors --out`. Raises UserError when there are no
     runs, or a record or file is damaged.
     """
-    authors = read_authors()
-    predicted = {} if predictions is None else read_predictions(predictions, authors)
-    runs = [recorder.read_run(path) for path in recorder.find_runs(paths)]
-    experiments, remarks = group(runs)
+    authors, pairs = read_authors(), read_pairs(predictions)
+    theirs = {} if predictions is None else read_predictions(predictions, authors)
+    runs, remarks = read_runs(paths)
+    experiments, doubles = group(runs)
+    remarks += doubles
     main, ablations = split(experiments)
     for experiment in experiments:
         remarks += output.missing_figures(experiment)
     compared = comparisons(main, list(authors))
+    predicted, unpredicted = _predicted(main)
+    remarks += unpredicted
     remarks += [
         f"{title}: no seed is shared, speed-ups are unpaired with Welch’s interval"
         for title in tables.unpaired(compared)
     ]
-    content = _Content(
-        experiments, compared, ablations, authors, predicted, output.all_cues(experiments), remarks
-    )
+    told, cues = Told(authors, theirs, predicted), output.all_cues(experiments)
+    content = _Content(experiments, compared, ablations, told, pairs, cues, remarks)
     return document(_TITLE, _sections(content))
+
+
+def _predicted(main: Sequence[Experiment]) -> tuple[dict[str, dict[str, Times]], list[str]]:
+    """Predictions by experiment's slug, and a note for each experiment that allows none."""
+    found, remarks = {}, []
+    for experiment in main:
+        try:
+            found[experiment.slug] = predict(experiment)
+        except (UserError, PlanError) as error:
+            remarks.append(f"{experiment.title}: nothing is predicted ({error})")
+    return found, remarks
 
 
 def _sections(content: _Content) -> Iterator[Element]:
@@ -120,7 +146,7 @@ def _sections(content: _Content) -> Iterator[Element]:
     yield node("p", _summary(content))
     yield node("nav", _contents(content), aria_label="Contents")
     yield node("h2", "Speed-ups at a glance", id="overview")
-    yield tables.overview_table(content.compared, content.authors, content.predictions)
+    yield tables.overview_table(content.compared, content.told)
     main = [plain(one.own) for one in content.compared if one.own is not None]
     for workload in workloads(main):
         drawn = output.workload_figure(workload, content.cues)
@@ -133,6 +159,9 @@ def _sections(content: _Content) -> Iterator[Element]:
     for experiment in content.experiments:
         if experiment.slug in content.ablations:
             yield from _ablations(experiment, content)
+    yield node("h2", _PAIRS_TITLE, id="pairs")
+    yield tables.pairs_table(content.pairs)
+    yield notes(_PAIRS_READING)
     yield from _provenance(content)
 
 
@@ -141,7 +170,7 @@ def _summary(content: _Content) -> str:
     missing = [tables.title(one) for one in content.compared if one.own is None]
     text = f"{count(runs, 'run')} of {count(len(content.experiments), 'experiment')}, beside "
     text += "what the paper’s authors measured (arXiv 2110.08941)"
-    text += " and what the simulator predicts for them. " if content.predictions else ". "
+    text += " and what the simulator predicts for both. "
     if missing:
         text += f"Not run here, so with empty cells: {'; '.join(missing)}."
     return text
@@ -155,6 +184,7 @@ def _contents(content: _Content) -> Element:
         for e in content.experiments
         if e.slug in content.ablations
     ]
+    entries.append(("pairs", _PAIRS_TITLE))
     entries.append(("runs", "Runs and their configuration"))
     return node("ul", *(node("li", node("a", text, href=f"#{name}")) for name, text in entries))
 
@@ -162,16 +192,16 @@ def _contents(content: _Content) -> Element:
 def _comparison(comparison: Comparison, content: _Content) -> Iterator[Element]:
     name = _anchor(comparison)
     yield node("h2", tables.title(comparison), id=name)
-    yield tables.times_table(comparison, content.authors, content.predictions, name)
-    yield tables.accuracy_table(comparison, content.authors, name)
+    yield tables.times_table(comparison, content.told, name)
+    yield tables.accuracy_table(comparison, content.told.authors, name)
     lines = [*_ACCURACY_READING] if comparison.own is not None else []
     key = comparison.paper
     if key is not None:
         lines += _PAPER_READING
         if (key.model, key.delay_seconds) == ("resnet50", 0.1):
             lines.append(_SLOW_STATE)
-        if not content.predictions:
-            lines.append("The simulator’s rows are empty: no --predictions were given.")
+        if not content.told.predictions:
+            lines.append("“simulator, from authors” is empty: no --predictions were given.")
     yield notes(lines)
     if comparison.own is not None:
         shown = plain(comparison.own)

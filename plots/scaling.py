@@ -23,12 +23,12 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-import recorder
 from configs.errors import UserError
 from plots import scaling_accuracy as accuracies
 from plots import scaling_figures as figures
 from plots import style
 from plots.estimates import Spread, percent_text
+from plots.records import read_runs
 from plots.scaling_predictions import Costs, Network, measured_costs, predicted
 from plots.scaling_records import Family, Point, families, points, seconds_to
 from terminal import say
@@ -46,8 +46,9 @@ def write_study(
     network: for predictions, None takes the measured exchange; accuracy: 0..1, that times are taken
     to. Raises UserError when there are no runs, a record is damaged, or `out` cannot be written.
     """
-    found = families(points(recorder.read_run(path) for path in recorder.find_runs(paths)))
-    notes, document, text = [], [], ["# Scaling out"]
+    runs, notes = read_runs(paths)
+    found = families(points(runs))
+    document, text = [], ["# Scaling out"]
     try:
         out.mkdir(parents=True, exist_ok=True)
         for family in found:
@@ -142,9 +143,7 @@ def _checks(family: Family, costs: Costs, network: Network | None) -> list[dict[
             "error": _error(own, speed.mean),
         }  # fmt: skip
         if costs.cores is not None and workers > costs.cores:
-            shared = predicted(
-                costs, batch, [1.0] * workers, network=network, share_cores=True
-            )
+            shared = predicted(costs, batch, [1.0] * workers, network=network, share_cores=True)
             row |= {"predicted_on_shared_cores": shared,
                     "error_on_shared_cores": _error(shared, speed.mean)}  # fmt: skip
         rows.append(row)

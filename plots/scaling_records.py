@@ -17,7 +17,7 @@ import numpy as np
 
 from plots.estimates import Spread
 from plots.records import column, is_finished, provenance, setting, workers
-from recorder import Run
+from reader import Run
 
 _WARM_UP_STEPS = 3
 RULES = ("none", "linear", "linear, warm-up")

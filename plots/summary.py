@@ -12,7 +12,7 @@ import numpy as np
 from plots.estimates import Ratio, Spread, percent_text, ratio, seconds_text
 from plots.grouping import BASELINE, Experiment, Variant, Workload
 from plots.records import column, last_half, setting
-from recorder import Run
+from reader import Run
 
 UNKNOWN = "–"
 _NOTE_SPREAD = "± is one standard deviation (n − 1) over the seeds."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from xml.etree.ElementTree import Element
 
 import numpy as np
@@ -20,11 +21,12 @@ from plots.estimates import Ratio, Spread, loss_text, percent_text, ratio_text, 
 from plots.grouping import BASELINE, Variant, count
 from plots.page import Cell, table
 from plots.records import column, provenance, setting
-from plots.reference import Authors, PaperKey, Predictions, Times
+from plots.reference import Authors, Pair, Predictions, Shared, Times
 from plots.summary import epoch_seconds, spread
-from recorder import Run
+from reader import Run
 
-HERE, PAPER, SIMULATOR = "here", "authors", "simulator"
+HERE, HERE_SIMULATED = "here", "simulator, from here"
+PAPER, PAPER_SIMULATED = "authors", "simulator, from authors"
 # More workers than this are shown as a range.
 _MOST_WORKERS = 4
 
@@ -47,7 +49,21 @@ _OVERVIEW = (
     "experiment", "source", "delay over undelayed busy time", "dp-sgd, training",
     "edp-sgd, training", "dp-sgd, with evaluation", "edp-sgd, with evaluation",
 )  # fmt: skip
+_PAIRS = (
+    "model", "source", "algorithm", "part of busy time that grows with the batch",
+    "batch size per worker", "busy time per worker (ms)", "step (ms)", "T* (ms)",
+    "speed-up over equal shares",
+)  # fmt: skip
 _RUNS = ("run", "seed", "epochs", "started", "commit", "torch", "devices", "threads")
+
+
+@dataclass(frozen=True)
+class Told:
+    """What stands beside own runs; predicted: from own sync-sgd runs, by experiment's slug."""
+
+    authors: Authors
+    predictions: Predictions
+    predicted: Mapping[str, Mapping[str, Times]]
 
 
 def title(comparison: Comparison) -> str:
@@ -57,13 +73,11 @@ def title(comparison: Comparison) -> str:
     return f"{key.model} on cifar10, 2 workers, {key.delay_seconds:g} s on worker 1"
 
 
-def overview_table(
-    comparisons: Sequence[Comparison], authors: Authors, predictions: Predictions
-) -> Element:
+def overview_table(comparisons: Sequence[Comparison], told: Told) -> Element:
     """Speed-ups over sync-sgd of all experiments and sources."""
     rows = []
     for comparison in comparisons:
-        sources = _sources(comparison, authors, predictions)
+        sources = _sources(comparison, told)
         for number, (name, times) in enumerate(sources.items()):
             head = [Cell(title(comparison), heading=True, rows=len(sources))] * (number == 0)
             ups = [
@@ -78,11 +92,9 @@ def overview_table(
     return table(caption, "all experiments", _OVERVIEW, rows, "table-overview")
 
 
-def times_table(
-    comparison: Comparison, authors: Authors, predictions: Predictions, name: str
-) -> Element:
+def times_table(comparison: Comparison, told: Told, name: str) -> Element:
     """Times of every algorithm from every source, one under the other."""
-    sources = _sources(comparison, authors, predictions)
+    sources = _sources(comparison, told)
     rows = []
     for algorithm in ALGORITHMS:
         for number, (source, times) in enumerate(sources.items()):
@@ -148,6 +160,21 @@ def _ablation_times(line: Ablation) -> list[str]:
     ]
 
 
+def pairs_table(pairs: Sequence[Pair]) -> Element:
+    """Unequal instances: equal shares as measured, and dp-sgd as predicted."""
+    rows = []
+    for pair in pairs:
+        lines = [(PAPER, BASELINE, pair.equal)]
+        lines += [(PAPER_SIMULATED, "dp-sgd", one) for one in pair.predicted or (None,)]
+        for number, (source, algorithm, shared) in enumerate(lines):
+            head = [Cell(pair.model, heading=True, rows=len(lines))] * (number == 0)
+            words = [Cell(source, words=True), Cell(algorithm, words=True)]
+            rows.append([*head, *words, *map(Cell, _shared_cells(shared, source == PAPER))])
+    instances = " / ".join(name.upper() for name in pairs[0].instances) if pairs else ""
+    caption = f"Two unequal instances ({instances})"
+    return table(caption, "equal shares and dp-sgd", _PAIRS, rows, "table-pairs")
+
+
 def runs_table(variants: Sequence[Variant]) -> Element:
     """Where every run comes from."""
     rows = []
@@ -173,21 +200,20 @@ def runs_table(variants: Sequence[Variant]) -> Element:
 # --- cells ------------------------------------------------------------------------------------
 
 
-def _sources(
-    comparison: Comparison, authors: Authors, predictions: Predictions
-) -> dict[str, dict[str, Times | None]]:
-    """Times by source and algorithm: own always; the others for what the authors ran."""
+def _sources(comparison: Comparison, told: Told) -> dict[str, dict[str, Times | None]]:
+    """Times by source and algorithm: own always; the others' for what they say something about."""
     own, key = comparison.own, comparison.paper
     found = {HERE: {name: own and own_times(own, name) for name in ALGORITHMS}}
+    if own is not None:
+        found[HERE_SIMULATED] = _of_all(told.predicted.get(own.slug, {}))
     if key is not None:
-        found[PAPER] = _paper(authors, key)
-        found[SIMULATOR] = {name: predictions.get(key, {}).get(name) for name in ALGORITHMS}
+        found[PAPER] = _of_all({name: row.times for name, row in told.authors[key].items()})
+        found[PAPER_SIMULATED] = _of_all(told.predictions.get(key, {}))
     return found
 
 
-def _paper(authors: Authors, key: PaperKey) -> dict[str, Times | None]:
-    rows = authors[key]
-    return {name: rows[name].times if name in rows else None for name in ALGORITHMS}
+def _of_all(times: Mapping[str, Times]) -> dict[str, Times | None]:
+    return {name: times.get(name) for name in ALGORITHMS}
 
 
 def _times_cells(times: Times | None, algorithm: str) -> list[str]:
@@ -204,6 +230,19 @@ def _times_cells(times: Times | None, algorithm: str) -> list[str]:
         _milliseconds(times.optimum),
         "reference" if reference else _ratio(times.train_speed_up, times.runs),
         "reference" if reference else _ratio(times.total_speed_up, times.runs),
+    ]
+
+
+def _shared_cells(shared: Shared | None, reference: bool) -> list[str]:
+    if shared is None:
+        return [""] * (len(_PAIRS) - 3)
+    return [
+        "" if shared.grows is None else f"{shared.grows:.0%}",
+        " / ".join(map(str, shared.batch_sizes)),
+        _busy(shared.busy_seconds),
+        _milliseconds(shared.step_seconds),
+        _milliseconds(shared.optimum),
+        "reference" if reference else f"{shared.speed_up:.2f}×",
     ]
 
 

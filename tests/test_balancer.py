@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from processes import run_workers, values
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import run_workers, values
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm

@@ -20,7 +20,8 @@ import checkpoint
 import storage
 from configs.errors import UserError
 from configs.schema import from_mapping, resolve
-from recorder import CONTINUES, RunFolder, read_run
+from reader import read_run
+from recorder import CONTINUES, RunFolder
 
 __all__ = ["bomb"]  # a fixture
 

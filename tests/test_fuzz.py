@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from configs import files
 from configs.command_line import parse
 from configs.errors import UserError
-from recorder import batch_sizes_by_epoch, read_run, recorded_workers
+from reader import batch_sizes_by_epoch, read_run, recorded_workers
 
 FEW = settings(max_examples=100, deadline=None)
 

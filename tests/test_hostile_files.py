@@ -24,7 +24,7 @@ from configs.command_line import parse, run_folder
 from configs.errors import UserError
 from data import archive
 from data.augment import MAX_PADDING
-from recorder import read_run
+from reader import read_run
 
 
 def refused(function: Any, *arguments: Any) -> str:

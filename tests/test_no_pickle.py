@@ -19,7 +19,7 @@ from test_fuzz_checkpoint import STATE, saved
 import checkpoint
 from configs.errors import UserError
 from data import cifar10
-from recorder import read_run
+from reader import read_run
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -20,14 +20,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.image import imread
 
-import recorder
+import reader
 from configs.errors import UserError
 from plots import figures, style, summary, worker_figures
 from plots.__main__ import main
 from plots.delays import delay_level
 from plots.grouping import Experiment, group, workloads
 from plots.output import Output, write_output
-from plots.records import warm_steps
+from plots.records import read_runs, warm_steps
 
 ALGORITHMS = ("sync-sgd", "dp-sgd", "edp-sgd")
 HIGH = [{"ranks": [1], "kind": "constant", "seconds": 0.1}]
@@ -71,7 +71,7 @@ def report(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Output
 
 
 def experiments_of(root: Path) -> list[Experiment]:
-    return group([recorder.read_run(path) for path in recorder.find_runs([root])])[0]
+    return group([reader.read_run(path) for path in reader.find_runs([root])])[0]
 
 
 def records(path: Path) -> list[dict]:
@@ -220,10 +220,23 @@ def test_worker_counts_make_experiments_of_their_own(tmp_path: Path) -> None:
 def test_the_same_seed_twice_counts_once(tmp_path: Path) -> None:
     kept = write_run(tmp_path, seed=1, epochs=3)
     double = write_run(tmp_path / "copy", seed=1, epochs=3)
-    runs = [recorder.read_run(path) for path in recorder.find_runs([tmp_path])]
+    runs = [reader.read_run(path) for path in reader.find_runs([tmp_path])]
     ((variant,),), notes = [e.variants for e in group(runs)[0]], group(runs)[1]
     assert [run.path for run in variant.runs] == [kept]
     assert len(notes) == 1 and str(double) in notes[0]
+
+
+def test_a_run_whose_number_of_workers_changed_is_left_out(tmp_path: Path) -> None:
+    path = write_run(tmp_path, "changed", epochs=3)
+    lines = [json.loads(line) for line in (path / "epochs.jsonl").read_text().splitlines()]
+    lines[-1]["shares"] = [1.0]
+    (path / "epochs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(UserError, match="number of workers changed: 2, then 1"):
+        read_runs([tmp_path])
+    kept = write_run(tmp_path, "steady", epochs=3)
+    runs, notes = read_runs([tmp_path])
+    assert [run.path for run in runs] == [kept] and len(notes) == 1 and str(path) in notes[0]
+    assert list(notes) == [note for note in write_output([tmp_path], tmp_path / "out").notes[:1]]
 
 
 @pytest.mark.parametrize(("other", "noted"), [(0.0204, False), (0.03, True)])
@@ -232,7 +245,7 @@ def test_unlike_calibrated_delays_are_noted(tmp_path: Path, other: float, noted:
     for algorithm, seconds in (("sync-sgd", 0.02), ("edp-sgd", other)):
         calibrated = [{"rule": 0, "rank": 1, "seconds": seconds}]
         write_run(tmp_path, algorithm=algorithm, epochs=2, stragglers=rules, calibrated=calibrated)
-    runs = [recorder.read_run(path) for path in recorder.find_runs([tmp_path])]
+    runs = [reader.read_run(path) for path in reader.find_runs([tmp_path])]
     assert any("by up to 50%" in note for note in group(runs)[1]) == noted
 
 
@@ -359,7 +372,7 @@ def test_curves_are_means_and_standard_deviations_over_seeds(runs: Path) -> None
 
 
 def test_warm_up_steps_of_each_epoch_are_left_out(tmp_path: Path) -> None:
-    run = recorder.read_run(write_run(tmp_path, epochs=3, steps=7))
+    run = reader.read_run(write_run(tmp_path, epochs=3, steps=7))
     kept = [
         busy
         for step, busy in zip(run.steps["step"], run.steps["busy"], strict=True)

@@ -12,10 +12,11 @@ from training import short_config
 from configs.schema import from_mapping, resolve
 from experiments.calibration import Calibrations, workload
 from experiments.grid import read_experiment
-from experiments.prediction import Costs, authors_costs, run_seconds
+from experiments.prediction import authors_costs
 from experiments.progress import duration
 from partitioner import optimum
 from simulation.authors import read_rows
+from simulation.training import Costs, simulated
 
 ROOT = Path(__file__).resolve().parent.parent
 HALF = [{"ranks": [1], "kind": "constant", "fraction": 0.5}]
@@ -46,9 +47,9 @@ def test_a_calibration_is_of_one_workload_and_number_of_workers(tmp_path):
 
 def predicted(costs: Costs, **changes: Any) -> float:
     config = resolve(from_mapping(short_config(epochs=4, **changes)))
-    seconds = run_seconds(costs, config)
-    assert seconds is not None
-    return seconds
+    run = simulated(costs, config)
+    assert run is not None
+    return run.seconds
 
 
 def test_predicted_seconds_against_sums_by_hand():
@@ -102,7 +103,7 @@ def test_the_paper_s_runs_are_predicted_from_the_authors_measurements():
     for run in experiment.runs[:12]:
         config = run.launch.config
         costs = authors_costs(config, 2)
-        told = run_seconds(costs, config)
+        told = simulated(costs, config).seconds
         key = (config.model.name, config.stragglers[0].seconds, config.algorithm)
         exact = key in {("resnet50", 0.2, "sync-sgd"), ("vgg16", 0.02, "sync-sgd")}
         if key != ("resnet50", 0.1, "sync-sgd"):  # made on a slower machine state

@@ -20,16 +20,8 @@ from training import short_config
 import checkpoint
 from configs.errors import UserError
 from configs.schema import from_mapping, resolve
-from recorder import (
-    CONTINUES,
-    NEW,
-    RunFolder,
-    count_epochs,
-    find_runs,
-    is_finished,
-    read_run,
-    recorded_workers,
-)
+from reader import count_epochs, find_runs, is_finished, read_run, recorded_workers
+from recorder import CONTINUES, NEW, REPLACES, RunFolder
 
 FILES = ("config.yaml", "provenance.json", "epochs.jsonl", "steps.npz")
 
@@ -331,6 +323,21 @@ def test_a_continued_run_keeps_what_its_first_start_said(tmp_path):
     facts = json.loads((folder.path / "provenance.json").read_text())
     assert (facts["started"], facts["threads"]) == ("first", 1)
     assert [later["started"] for later in facts["continued"]] == ["second", "third"]
+
+
+def test_only_the_first_start_of_a_job_overwrites(tmp_path):
+    config, folder = resolve(from_mapping(short_config())), opened(tmp_path / "run")
+    folder.write_provenance({"job": "a"})
+
+    def found(job: str | None) -> str:
+        return RunFolder(folder.path).open(config, 1, "never", overwrite=True, job=job)
+
+    assert found("a") == REPLACES  # there is nothing yet to go on with
+    folder.append_epoch(*one_epoch(0))
+    folder.save_checkpoint(state(1))
+    assert (found("a"), found("b"), found(None)) == (CONTINUES, REPLACES, REPLACES)
+    folder.write_provenance({"job": "b"})  # by which it was continued
+    assert found("b") == REPLACES
 
 
 @pytest.mark.parametrize(

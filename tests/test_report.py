@@ -9,19 +9,21 @@ from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 from conftest import ROOT
 from fake_runs import write_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import recorder
+import reader
 from configs.errors import UserError
 from plots.comparison import base_variant, comparisons, paper_key, split
 from plots.estimates import Ratio
 from plots.grouping import Experiment, group
 from plots.page import Cell, document, figure, node, notes, table
-from plots.reference import PaperKey, read_authors, read_predictions
+from plots.predicted import predict
+from plots.reference import PaperKey, read_authors, read_pairs, read_predictions
 from plots.report import main, make_page
 
 ALGORITHMS = ("sync-sgd", "dp-sgd", "edp-sgd")
@@ -33,6 +35,7 @@ VOID = ("meta", "img", "br", "link", "input", "hr", "source", "base", "col", "em
 # Whatever a browser would fetch by itself.
 FETCHED = ("src", "srcset", "data", "poster", "action", "background", "xlink:href")
 SMALL = {"epochs": 4, "steps": 12}
+SIMULATED = "simulator, from here"
 MOVING = [
     {"ranks": [1], "kind": "constant", "seconds": 0.05, "last_epoch": 1},
     {"ranks": [0], "kind": "constant", "seconds": 0.05, "first_epoch": 2},
@@ -116,8 +119,13 @@ def predictions(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "predicted_busy_seconds": [0.3211, 0.3222],
         "predicted_epoch_parts": parts, "optimum_seconds": 0.31987,
     }  # fmt: skip
+    pair = {
+        "model": "resnet50", "elasticity": 0.8, "predicted_step_seconds": 0.4,
+        "predicted_speed_up": 2.8, "predicted_batch_sizes": [40, 216],
+        "predicted_busy_seconds": [0.31, 0.32], "optimum_seconds": 0.3,
+    }  # fmt: skip
     path = tmp_path_factory.mktemp("predictions") / "authors.json"
-    path.write_text(json.dumps({"results": {"runs": [row], "aws": []}}))
+    path.write_text(json.dumps({"results": {"runs": [row], "aws": [pair]}}))
     return path
 
 
@@ -132,7 +140,7 @@ def page(text: str) -> Page:
 
 
 def experiments_of(root: Path) -> list[Experiment]:
-    return group([recorder.read_run(path) for path in recorder.find_runs([root])])[0]
+    return group([reader.read_run(path) for path in reader.find_runs([root])])[0]
 
 
 def records(path: Path) -> list[dict]:
@@ -168,7 +176,7 @@ def test_every_table_and_figure_is_there(page: Page) -> None:
     expected = {f"table-{kind}-{name}" for name in ours + others for kind in ("times", "accuracy")}
     assert set(page.tables) == expected | {
         "table-overview", "table-ablations-lenet-low", "table-ablations-lenet-low-accuracy",
-        "table-runs",
+        "table-pairs", "table-runs",
     }  # fmt: skip
     sets = ("lenet-low", "vgg16-low", "ablations-lenet-low", "ablations-lenet-gamma",
             "ablations-lenet-moving")  # fmt: skip
@@ -202,7 +210,8 @@ def test_own_numbers(runs: Path, page: Page) -> None:
         name: [records(runs / "lenet-low" / name / f"seed-{seed}") for seed in (1, 2, 3)]
         for name in ALGORITHMS
     }
-    rows = {row[0]: row for row in page.cells("table-times-experiment-lenet-low")}
+    cells = page.cells("table-times-experiment-lenet-low")
+    rows = {row[0]: row for row in cells if row[1] == "here"}
     learned = {row[0]: row for row in page.cells("table-accuracy-experiment-lenet-low")}
     for name, own in seeds.items():
         head = page.tables["table-times-experiment-lenet-low"][0]
@@ -236,7 +245,7 @@ def test_own_numbers(runs: Path, page: Page) -> None:
 
 def test_one_seed_shows_neither_deviation_nor_interval(page: Page) -> None:
     for row in page.cells("table-times-experiment-vgg16-low"):
-        if row[1] == "here":
+        if row[1] in ("here", SIMULATED):
             assert not any("±" in cell or "[" in cell for cell in row)
     for row in page.cells("table-accuracy-experiment-vgg16-low"):
         assert "± " not in "".join(row) and "(n = 1)" in row[4]
@@ -245,17 +254,19 @@ def test_one_seed_shows_neither_deviation_nor_interval(page: Page) -> None:
 def test_authors_and_predictions_stand_beside_empty_cells(page: Page) -> None:
     rows = page.cells("table-times-not-run-resnet50-0.2")
     assert [row[:2] for row in rows] == [
-        [name, source] for name in ALGORITHMS for source in ("here", "authors", "simulator")
+        [name, source]
+        for name in ALGORITHMS
+        for source in ("here", "authors", "simulator, from authors")
     ]
     by_name = {tuple(row[:2]): row[2:] for row in rows}
     for name in ALGORITHMS:
         assert set(by_name[name, "here"]) == {""}
-    assert set(by_name["sync-sgd", "simulator"]) == {""}
+    assert set(by_name["sync-sgd", "simulator, from authors"]) == {""}
     dp = by_name["dp-sgd", "authors"]
     assert dp[:2] == ["5", "150"] and dp[4] == "11728.3 ± 9.8" and dp[5] == "324.56 / 324.48"
     assert dp[2] == f"{196 * 0.37738:.2f}" and dp[7] == f"{0.47418 / 0.37738:.2f}×"
     assert dp[8].startswith(f"{14791.5 / 11728.3:.2f}× [")
-    predicted = by_name["dp-sgd", "simulator"]
+    predicted = by_name["dp-sgd", "simulator, from authors"]
     assert predicted == [
         "", "150", "60.00", "9000.0", "9600.0", "321.10 / 322.20", "319.87",
         f"{(1.25 * 9600 / 150 - 4) / 60:.2f}×", "1.25×",
@@ -268,7 +279,59 @@ def test_authors_and_predictions_stand_beside_empty_cells(page: Page) -> None:
 def test_without_predictions_their_cells_are_empty(runs: Path, tmp_path: Path) -> None:
     page = Page(make_page([runs / "vgg16-low"]))
     for row in page.cells("table-times-experiment-vgg16-low"):
-        assert (set(row[2:]) == {""}) == (row[1] == "simulator")
+        empty = row[1] == "simulator, from authors" or row[:2] == ["sync-sgd", SIMULATED]
+        assert (set(row[2:]) == {""}) == empty
+    first = page.cells("table-pairs")[1]
+    assert first == ["resnet50", "simulator, from authors", "dp-sgd", *[""] * 6]
+
+
+def test_own_predictions_rest_on_sync_sgd_alone(tmp_path: Path) -> None:
+    """The fake workers' costs are known, so are the times that the simulator should find."""
+    for seed in (1, 2):
+        for algorithm in ALGORITHMS:
+            write_run(tmp_path, algorithm=algorithm, seed=seed, epochs=4, data__train_samples=2560)
+    (experiment,) = experiments_of(tmp_path)
+    told = predict(experiment)
+    assert list(told) == ["dp-sgd", "edp-sgd"]
+    dp = told["dp-sgd"]
+    # fake_runs.py: about 2 ms a sample, 4 ms a step, and the delay.
+    slope, fixed, delay = 2e-3 * np.random.default_rng(2).uniform(0.9, 1.2, 2), 0.004, 0.05
+    equal = (32 * slope + fixed)[1] + delay
+    best = (64 + (2 * fixed + delay) / slope.mean()) / (1 / slope).sum()
+    assert equal > 1.1 * best
+    assert dp.optimum == pytest.approx(best, rel=0.05)
+    assert dp.busy_seconds == pytest.approx([best, best], rel=0.05)
+    # 40 steps, of which three are far longer, and what jitter adds.
+    assert 40 * best < dp.epoch_seconds.mean < 40 * 1.4 * best
+    assert 1.02 < dp.train_speed_up.value < equal / best
+    assert dp.total_seconds.mean == pytest.approx(dp.train_seconds.mean + 4 * 0.4)
+    for path in tmp_path.glob("lenet-low/*dp-sgd/*/epochs.jsonl"):
+        path.write_text(path.read_text().replace('"epoch_seconds": ', '"epoch_seconds": 9'))
+    assert predict(*experiments_of(tmp_path)) == told
+
+
+def test_experiments_that_nothing_can_be_predicted_for(tmp_path: Path) -> None:
+    write_run(tmp_path, "without", algorithm="dp-sgd", **SMALL)
+    assert predict(*experiments_of(tmp_path)) == {}
+    for algorithm in ("sync-sgd", "dp-sgd"):
+        write_run(tmp_path, "lacking", algorithm=algorithm, **SMALL)
+    for path in tmp_path.glob("lacking/sync-sgd/*/epochs.jsonl"):
+        path.write_text(path.read_text().replace('"p95"', '"p94"'))
+    page = Page(make_page([tmp_path / "lacking"]))
+    assert "nothing is predicted" in page.text and "busy.p95" in page.text
+
+
+def test_the_authors_unequal_instances(predictions: Path, page: Page) -> None:
+    assert page.cells("table-pairs") == [
+        ["resnet50", "authors", "sync-sgd", "", "128 / 128", "1000.20 / 192.60", "1116.80", "",
+         "reference"],
+        ["resnet50", "simulator, from authors", "dp-sgd", "80%", "40 / 216", "310.00 / 320.00",
+         "400.00", "300.00", "2.80×"],
+        ["vgg16", "authors", "sync-sgd", "", "128 / 128", "156.30 / 121.20", "372.70", "",
+         "reference"],
+        ["vgg16", "simulator, from authors", "dp-sgd", *[""] * 6],
+    ]  # fmt: skip
+    assert [len(pair.predicted) for pair in read_pairs(predictions)] == [1, 0]
 
 
 def test_ablations_stand_under_their_base(page: Page) -> None:

@@ -25,7 +25,7 @@ from experiments import launcher
 from experiments.calibration import FILE
 from experiments.grid import read_experiment
 from experiments.launcher import ENDING, TORCHRUN_OPTIONS, Launcher
-from recorder import count_epochs, is_finished
+from reader import count_epochs, is_finished
 from reproduce import write_report  # by this name, as tests replace the module's
 
 ROOT = Path(__file__).resolve().parent.parent

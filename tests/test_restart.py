@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,17 @@ TESTS = Path(__file__).resolve().parent
 ALONE = ("--standalone", "--nproc-per-node=2")
 
 
-def torchrun(folder: Path, *options: str, fates: Any, **changes: Any) -> subprocess.Popen:
-    """torchrun with mortal workers, in a session of its own."""
+def torchrun(
+    folder: Path, *options: str, fates: Any, more: Sequence[str] = (), **changes: Any
+) -> subprocess.Popen:
+    """torchrun with mortal workers, in a session of its own; more: arguments of the workers."""
     folder.mkdir(exist_ok=True)
     config = folder / "config.yaml"
     config.write_text(yaml.safe_dump(short_config(**changes)))
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--monitor-interval=0.1", *options),
         *(str(TESTS / "mortal.py"), "--config", str(config), "--output", str(folder / "runs")),
+        *more,
     ]
     with open(folder / "log", "a") as log:
         return subprocess.Popen(
@@ -90,7 +94,10 @@ def test_a_launcher_that_is_asked_to_end_leaves_a_run_to_go_on_with(tmp_path):
 
 
 def test_when_a_node_is_lost_the_rest_goes_on(tmp_path):
-    """Two launchers, of which the one that does not host the rendezvous is killed."""
+    """Two launchers, of which the one that does not host the rendezvous is killed.
+
+    What they were told to overwrite is not their own run, as it was before the loss.
+    """
     options = {**OPTIONS, "precision": "fp64", "epochs": 100, "data__loader_workers": 0}
     folder = tmp_path / "elastic"
     port = free_port()
@@ -99,7 +106,9 @@ def test_when_a_node_is_lost_the_rest_goes_on(tmp_path):
         f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=job", "--local-addr=127.0.0.1",
         "--rdzv-conf=last_call_timeout=12,keep_alive_interval=1,keep_alive_max_attempt=3",
     ]  # fmt: skip
-    nodes = [torchrun(folder, *elastic, fates={}, **options) for _ in range(2)]
+    nodes = [
+        torchrun(folder, *elastic, fates={}, more=["--overwrite"], **options) for _ in range(2)
+    ]
     try:
         deadline = time.monotonic() + 90
         # The last checkpoint may be older than the last record.

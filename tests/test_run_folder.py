@@ -88,6 +88,7 @@ def test_config_yaml_is_the_resolved_config(finished, run):
 def test_provenance(run):
     facts = run.provenance
     assert re.search(r"trainer\.py --config \S+ --output \S+$", facts["command"])
+    assert facts["job"] is None
     assert facts["git_commit"] is None or re.fullmatch("[0-9a-f]{40}", facts["git_commit"])
     assert facts["git_dirty"] in (None, True, False)
     assert facts["versions"]["torch"] == torch.__version__

@@ -19,7 +19,7 @@ from plots import scaling
 from plots.scaling_accuracy import by_rule, trained_points
 from plots.scaling_predictions import Network, measured_costs, predicted
 from plots.scaling_records import Family, families, points
-from recorder import find_runs, read_run
+from reader import find_runs, read_run
 
 ROOT = Path(__file__).resolve().parent.parent
 STUDIES = ROOT / "configs" / "experiments"

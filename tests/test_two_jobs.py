@@ -12,7 +12,7 @@ import yaml
 from image_tree import write_archive, write_tree
 from training import records, short_config
 
-from recorder import is_finished, read_run
+from reader import is_finished, read_run
 
 ROOT = Path(__file__).resolve().parent.parent
 
