@@ -208,6 +208,26 @@ def join(
         horovod_library.stop()
 
 
+class PeerLostError(RuntimeError):
+    """An exchange failed through no fault of this worker."""
+
+
+@contextmanager
+def naming_lost_peers(timeout: float) -> Iterator[None]:
+    """What a failed exchange raises within it becomes a PeerLostError that says what to do."""
+    try:
+        yield
+    except RuntimeError as error:
+        # gloo's errors are of no type of their own, but begin with the place in its source.
+        if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
+            raise
+        raise PeerLostError(
+            f"rank {environment_rank()}: an exchange with the other workers failed: one of them "
+            f"has ended, or did not answer within the timeout of {timeout:g} s. Its own output "
+            "says why; the same command goes on from the last checkpoint"
+        ) from error
+
+
 def environment_rank() -> str:
     """This worker's rank as its launcher's environment has it; 0 without a launcher."""
     return os.environ.get("RANK", os.environ.get("HOROVOD_RANK", "0"))

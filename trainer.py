@@ -32,7 +32,7 @@ from torch.nn.functional import cross_entropy
 
 import checkpoint
 from balancer import average_buffers, typical
-from cluster import Workers, environment_rank, join
+from cluster import Workers, environment_rank, join, naming_lost_peers
 from configs.command_line import Launch, parse, run_folder
 from configs.errors import UserError
 from configs.schema import Config, for_workers, to_mapping
@@ -471,7 +471,8 @@ def main() -> None:
         config = launch.config
         place = (launch.local_rank, launch.local_world_size)
         where = (config.backend, config.device, config.threads, config.timeout, *place)
-        with join(*where, horovod=config.exchange == "horovod") as workers:
+        horovod = config.exchange == "horovod"
+        with naming_lost_peers(config.timeout), join(*where, horovod=horovod) as workers:
             launch = replace(launch, config=for_workers(config, workers.size))
             if launch.dry_run:
                 Console(workers.is_first).say(preview(launch, workers))

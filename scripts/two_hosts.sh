@@ -192,7 +192,7 @@ finishes() { # RUN: both hosts end well, with one record, and all four workers' 
     # Refuses records in which an epoch is missing or twice.
     local recorded
     recorded=$(cd "$root" && "$python" -c \
-        'import sys, recorder; print(len(recorder.read_run(sys.argv[1]).epochs))' "$record")
+        'import sys, reader; print(len(reader.read_run(sys.argv[1]).epochs))' "$record")
     [ "$recorded" = $epochs ] || fail "$recorded of $epochs epochs are recorded"
     weights=$(cat "$work"/[ab]/weights-"$1")
     [ "$(wc -l <<<"$weights")" = 4 ] || fail "not four workers told their weights"
@@ -229,7 +229,8 @@ say "all workers ended after $((SECONDS - begin)) s"
 for host in a b; do
     ends $host $gives_up
     [ $code != 0 ] || fail "host $host ended as if nothing had happened"
-    told=$(grep -m 1 -oiE '(timed out|connection [a-z]*|lost) .{0,80}' "$work/$host/cut.log") ||
+    told=$(grep -m 1 -oE 'rank [0-9]+: an exchange with the other workers failed.*' \
+        "$work/$host/cut.log") ||
         fail "host $host does not say what happened"
     say "host $host ended after $((SECONDS - begin)) s: $told"
 done

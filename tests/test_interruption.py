@@ -40,13 +40,17 @@ def at_call(method: str, call: int, rank: str, act: Any) -> None:
 # --- preemption -------------------------------------------------------------------------------
 
 
-def signalled(name: str, method: str, call: int, *argv: str) -> None:
-    """The command line, where worker 1 and what serves it get a signal; all look at each step."""
+def signalled(name: str, method: str, call: int, note: str, *argv: str) -> None:
+    """The command line, where worker 1 and what serves it get a signal; all look at each step.
+
+    note: a file that is written when the signal is sent.
+    """
     import interruption
 
     interruption.PERIOD = 0.0
 
     def send() -> None:
+        Path(note).touch()
         # Sent by somebody else, as a scheduler does.
         pids = [os.getpid(), *(child.pid for child in multiprocessing.active_children())]
         subprocess.run(["kill", f"-{name[3:]}", *map(str, pids)], check=True)
@@ -68,9 +72,10 @@ def signalled(name: str, method: str, call: int, *argv: str) -> None:
 def test_all_stop_at_one_step_with_a_checkpoint_and_go_on_from_there(
     tmp_path, name, method, call, size, options
 ):
-    outcomes = launch(
-        tmp_path, size, target=signalled, before=(name, method, call), limit=SOON, **options
-    )
+    note = tmp_path / "sent"
+    before = (name, method, call, str(note))
+    outcomes = launch(tmp_path, size, target=signalled, before=before, limit=SOON, **options)
+    assert time.time() - note.stat().st_mtime < 20
     assert [outcome.code for outcome in outcomes] == [0] * size, outcomes
     path = run_path(tmp_path)
     marker = json.loads((path / "preempted").read_text())
@@ -89,7 +94,7 @@ def test_all_stop_at_one_step_with_a_checkpoint_and_go_on_from_there(
 def test_a_run_that_is_asked_too_late_ends_as_ever(tmp_path):
     """There is nobody left to agree with after the last step of the last epoch."""
     options = {**LENET, "evaluation_batch_size": 500, "epochs": 1}
-    before = ("SIGTERM", "_evaluate", 1)
+    before = ("SIGTERM", "_evaluate", 1, str(tmp_path / "sent"))
     outcomes = launch(tmp_path, 2, target=signalled, before=before, **options)
     assert [outcome.code for outcome in outcomes] == [0, 0]
     path = run_path(tmp_path)
@@ -116,6 +121,7 @@ def test_a_worker_whose_peers_are_gone_ends_at_once(tmp_path, how):
         assert "ends without a checkpoint" in left.output
     else:
         assert time.monotonic() - begin < SOON
+        assert "PeerLostError: rank 0: an exchange with the other workers failed" in left.output
     assert not (run_path(tmp_path) / "preempted").exists()
 
 
