@@ -12,7 +12,7 @@ from configs.schema import ALGORITHMS, PartitionConfig
 from plots.delays import delay_seconds, is_steady
 from plots.estimates import Ratio
 from plots.grouping import BASELINE, Experiment, Variant
-from plots.records import column, last_half, provenance, setting
+from plots.records import calibrated_delays, column, last_half, per_worker, setting
 from plots.reference import PaperKey, Times
 from plots.summary import epoch_seconds, speed_up, spread, total_seconds
 from reader import Run
@@ -107,7 +107,7 @@ def own_times(experiment: Experiment, algorithm: str) -> Times | None:
 
 def balanced_busy(variant: Variant) -> tuple[float, ...]:
     """Busy seconds per step and worker: medians of steps, averaged over the last half and seeds."""
-    busy = [last_half(column(run, "busy", "median")).mean(axis=0) for run in variant.runs]
+    busy = [last_half(per_worker(run, "busy", "median")).mean(axis=0) for run in variant.runs]
     return tuple(map(float, np.mean(busy, axis=0)))
 
 
@@ -126,8 +126,8 @@ def delay_ratio(experiment: Experiment) -> float | None:
     sync = base_variant(experiment, BASELINE)
     if sync is None or not setting(sync.runs[0], "stragglers"):
         return None
-    busy = np.mean([column(run, "busy", "mean").mean(axis=0) for run in sync.runs], axis=0)
-    delay = np.mean([column(run, "phases", "delay").mean(axis=0) for run in sync.runs], axis=0)
+    busy = np.mean([per_worker(run, "busy", "mean").mean(axis=0) for run in sync.runs], axis=0)
+    delay = np.mean([per_worker(run, "phases", "delay").mean(axis=0) for run in sync.runs], axis=0)
     return float(np.max(delay / (busy - delay)))
 
 
@@ -217,9 +217,7 @@ def _rules(experiment: Experiment) -> Sequence[Mapping[str, object]]:
 
 
 def _mean_delay(experiment: Experiment) -> float | None:
-    calibrated = [
-        provenance(run, "calibrated_delays") for v in experiment.variants for run in v.runs
-    ]
+    calibrated = [calibrated_delays(run) for v in experiment.variants for run in v.runs]
     return delay_seconds(_rules(experiment), calibrated)
 
 

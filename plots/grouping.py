@@ -18,7 +18,7 @@ from typing import Any
 from configs.errors import UserError
 from configs.schema import ALGORITHMS
 from plots.delays import delay_level, delay_size, largest_ratio
-from plots.records import is_finished, provenance, setting, workers
+from plots.records import calibrated_delays, is_finished, setting, workers
 from reader import CONFIG, Run
 
 BASELINE = "sync-sgd"
@@ -168,9 +168,7 @@ def _experiment(slug: str, runs: list[Run]) -> tuple[Experiment, list[str]]:
     variants, notes = _variants(runs)
     first = runs[0]
     stragglers = setting(first, "stragglers")
-    calibrated = [
-        provenance(run, "calibrated_delays") for variant in variants for run in variant.runs
-    ]
+    calibrated = [calibrated_delays(run) for variant in variants for run in variant.runs]
     ratio = largest_ratio(calibrated)
     if ratio > _ALIKE:
         notes.append(

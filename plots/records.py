@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 import reader
 from configs.errors import UserError
 from reader import CONFIG, EPOCHS, PROVENANCE, STEPS, Run
+
+Kind = TypeVar("Kind")
 
 _WARM_UP_STEPS = 3
 
@@ -43,7 +45,9 @@ def _numbers_of_workers(run: Run) -> list[int]:
     for line, record in enumerate(run.epochs, 1):
         shares = _entry(record, ("shares",), f"{file} line {line}")
         if not isinstance(shares, list):
-            raise UserError(f"{file} line {line}: 'shares' is no list: damaged, run this seed again")
+            raise UserError(
+                f"{file} line {line}: 'shares' is no list: damaged, run this seed again"
+            )
         numbers.append(len(shares))
     return numbers
 
@@ -58,29 +62,58 @@ def setting(run: Run, *keys: str) -> Any:
     return _entry(run.config, keys, run.path / CONFIG)
 
 
-def provenance(run: Run, key: str) -> Any:
-    """The provenance's value of `key`; UserError where the file lacks it."""
-    return _entry(run.provenance, (key,), run.path / PROVENANCE)
+def provenance(run: Run, key: str, kind: type[Kind]) -> Kind:
+    """The provenance's value of `key`; UserError where the file has none of this kind."""
+    value = _entry(run.provenance, (key,), run.path / PROVENANCE)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise UserError(f"{run.path / PROVENANCE}: '{key}' is no {kind.__name__}: run this again")
+    return value
 
 
 def workers(run: Run) -> int:
     """The number of workers."""
-    return provenance(run, "world_size")
+    return provenance(run, "world_size", int)
+
+
+def calibrated_delays(run: Run) -> list[dict[str, Any]]:
+    """The provenance's [{rule, rank, seconds}] of delays that the run has measured itself."""
+    found = provenance(run, "calibrated_delays", list)
+    kinds = {"rule": int, "rank": int, "seconds": float}
+    for entry in found:
+        if not isinstance(entry, dict) or any(
+            not isinstance(entry.get(key), kind) for key, kind in kinds.items()
+        ):
+            file = run.path / PROVENANCE
+            raise UserError(f"{file}: 'calibrated_delays' holds no delays: run this again")
+    return found
 
 
 def column(run: Run, *keys: str) -> np.ndarray:
-    """[E, ...] floats of one entry of each epoch record, nested `keys`; null becomes NaN.
+    """[E] floats of one entry of each epoch record, nested `keys`; null becomes NaN.
 
-    Raises UserError when a record lacks the entry.
+    Raises UserError when a record lacks the entry, or it is no number.
     """
+    return _numbers(run, keys, ())
+
+
+def per_worker(run: Run, *keys: str) -> np.ndarray:
+    """[E, n] floats of an entry that has a value of each worker; else as `column`."""
+    return _numbers(run, keys, (workers(run),))
+
+
+def _numbers(run: Run, keys: Sequence[str], shape: tuple[int, ...]) -> np.ndarray:
     file = run.path / EPOCHS
     values = [
         _entry(record, keys, f"{file} line {line}") for line, record in enumerate(run.epochs, 1)
     ]
     try:
-        return np.array([np.nan if value is None else value for value in values], dtype=float)
+        found = np.array([np.nan if value is None else value for value in values], dtype=float)
     except (OverflowError, TypeError, ValueError):
-        raise UserError(f"{file}: '{'.'.join(keys)}' is not numbers of one shape") from None
+        found = None
+    if found is None or found.shape[1:] != shape:
+        what = "a number" if not shape else f"{shape[0]} numbers"
+        raise UserError(f"{file}: '{'.'.join(keys)}' is not {what} in every line: run this again")
+    return found
 
 
 def _entry(mapping: Any, keys: Sequence[str], where: Path | str) -> Any:

@@ -69,7 +69,7 @@ def measured_costs(family: Family) -> Costs | None:
         *_fit(alone),
         exchange=_exchange([point for point in several if point.setting.workers == least]),
         exchanged=least,
-        bytes=provenance(first, "allreduce_bytes_per_step"),
+        bytes=provenance(first, "allreduce_bytes_per_step", int),
         cores=cores(first) / (setting(first, "threads") or 1) if shared else None,
     )
 

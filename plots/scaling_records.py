@@ -168,12 +168,13 @@ def seconds_to(run: Run, accuracy: float) -> float | None:
 
 def cores(run: Run) -> int | None:
     """Cores of the first node, where the record knows them."""
-    return run.provenance.get("cores")
+    found = run.provenance.get("cores")
+    return found if isinstance(found, int) else None
 
 
 def on_one_machine(run: Run) -> bool:
     """Whether CPU workers share the cores of one machine, as far as the record tells."""
-    return set(provenance(run, "devices")) == {"cpu"} and "--nnodes" not in str(
+    return set(map(str, provenance(run, "devices", list))) == {"cpu"} and "--nnodes" not in str(
         run.provenance.get("command")
     )
 

@@ -180,7 +180,7 @@ def runs_table(variants: Sequence[Variant]) -> Element:
     rows = []
     for variant in variants:
         for run in variant.runs:
-            devices = provenance(run, "devices")
+            devices = list(map(str, provenance(run, "devices", list)))
             commit = run.provenance.get("git_commit")
             changed = " (changed)" if run.provenance.get("git_dirty") else ""
             cells = [
@@ -188,7 +188,7 @@ def runs_table(variants: Sequence[Variant]) -> Element:
                 _epochs(variant),
                 str(run.provenance.get("started") or ""),
                 f"{commit[:10]}{changed}" if isinstance(commit, str) else "",
-                str(provenance(run, "versions").get("torch") or ""),
+                str(provenance(run, "versions", dict).get("torch") or ""),
                 "; ".join(f"{devices.count(one)} × {one}" for one in dict.fromkeys(devices)),
                 str(run.provenance.get("threads") or ""),
             ]

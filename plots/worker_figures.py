@@ -6,7 +6,7 @@ median and the maximum over the workers are drawn instead.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -17,7 +17,7 @@ from matplotlib.ticker import MaxNLocator
 
 from plots import style
 from plots.grouping import Experiment, Variant
-from plots.records import column, last_half, warm_steps
+from plots.records import column, last_half, per_worker, warm_steps
 from plots.style import Cue
 
 Handle = Line2D | Patch
@@ -144,14 +144,14 @@ def shares_busy_epochs(experiment: Experiment, cues: Mapping[str, Cue]) -> Figur
     variants = dynamic_variants(experiment)
     figure = style.figure(max(5.2, 1.0 + 3.8 * len(variants)), 5.4)
     axes = figure.subplots(2, len(variants), sharex=True, sharey="row", squeeze=False)
-    busy = [_over_seeds(variant, "busy", "median") for variant in variants]
+    busy = [_over_seeds(variant, per_worker, "busy", "median") for variant in variants]
     factor, unit = style.time_unit(max(np.nanmax(part) for part in busy))
     handles = _worker_handles(experiment.workers, filled=False)
     for column_axes, variant, part in zip(axes.T, variants, busy):
         color = cues[variant.label].color
-        _epoch_lines(column_axes[0], 100 * _over_seeds(variant, "shares"), color)
+        _epoch_lines(column_axes[0], 100 * _over_seeds(variant, per_worker, "shares"), color)
         _epoch_lines(column_axes[1], factor * part, color)
-        optimum = factor * _over_seeds(variant, "optimum")
+        optimum = factor * _over_seeds(variant, column, "optimum")
         known = np.isfinite(optimum).sum()
         if known:
             # A line through one point alone would not be seen.
@@ -199,23 +199,27 @@ def _per_worker(values: np.ndarray) -> list[np.ndarray]:
     return [np.min(values, axis=1), np.median(values, axis=1), np.max(values, axis=1)]
 
 
-def _over_seeds(variant: Variant, *keys: str) -> np.ndarray:
-    """[E, ...] mean over seeds of an epoch record's entry; seeds without a value are left out."""
-    values = np.stack([column(run, *keys) for run in variant.runs])
+def _over_seeds(variant: Variant, read: Callable[..., np.ndarray], *keys: str) -> np.ndarray:
+    """[E, ...] mean over seeds of an epoch record's entry; seeds without a value are left out.
+
+    read: `column` or `per_worker`.
+    """
+    values = np.stack([read(run, *keys) for run in variant.runs])
     known = np.isfinite(values)
     total, count = np.where(known, values, 0.0).sum(axis=0), known.sum(axis=0)
     return np.divide(total, count, out=np.full(total.shape, np.nan), where=count > 0)
 
 
 def _last_optimum(variant: Variant) -> float:
-    return float(_over_seeds(variant, "optimum")[-1])
+    return float(_over_seeds(variant, column, "optimum")[-1])
 
 
 def _phase_times(variant: Variant) -> dict[str, np.ndarray]:
     """[n] mean seconds per step of each phase, over the last half of the epochs and all seeds."""
     return {
         phase: np.mean(
-            [last_half(column(run, "phases", phase)).mean(axis=0) for run in variant.runs], axis=0
+            [last_half(per_worker(run, "phases", phase)).mean(axis=0) for run in variant.runs],
+            axis=0,
         )
         for phase in style.PHASES
     }

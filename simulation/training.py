@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 import reader
+from configs.errors import UserError
 from configs.schema import Config, StragglerRule
 from data.sources import CIFAR10_SAMPLES
-from plots.records import column, provenance, setting
+from plots.records import column, per_worker, provenance, setting
+from reader import PROVENANCE
 from simulation.authors import NORMAL_P95
 from simulation.exchange import Exchange
 from simulation.model import Cluster, Phase, Run, Strategy, simulate
@@ -43,22 +45,34 @@ def costs_of_run(run: reader.Run) -> Costs:
     the bookkeeping, but not what jitter adds to the slowest of the workers. Raises UserError where
     a record lacks what is needed.
     """
-    samples = provenance(run, "data")["train_samples"]
     seconds = column(run, "epoch_seconds")
     middle = int(np.argsort(seconds)[len(seconds) // 2])
-    busy, delay = column(run, "busy", "mean")[middle], column(run, "phases", "delay")[middle]
-    p5, p95 = (column(run, "busy", name)[middle] for name in ("p5", "p95"))
-    jitter = np.log(p95 / p5) / (2 * NORMAL_P95)  # of log-normal times
-    step = seconds[middle] / column(run, "steps")[middle]
+    busy, p5, p95 = (per_worker(run, "busy", name)[middle] for name in ("mean", "p5", "p95"))
+    work = busy - per_worker(run, "phases", "delay")[middle]
     beside = float(column(run, "total_seconds")[-1] - column(run, "train_seconds")[-1])
+    with np.errstate(all="ignore"):  # zeros and nulls are found below
+        jitter = np.log(p95 / p5) / (2 * NORMAL_P95)  # of log-normal times
+        a = work / per_worker(run, "batch_sizes")[middle]
+        step = float(seconds[middle] / column(run, "steps")[middle])
+    if not np.isfinite([*jitter, *a, step, beside]).all():
+        raise UserError(f"{run.path}: the times of epoch {middle} do not tell what a step costs")
     return Costs(
-        (busy - delay) / column(run, "batch_sizes")[middle],
-        np.zeros(len(busy)),
-        max(0.0, float(step - _mean_of_slowest(busy, jitter))),
+        a,
+        np.zeros(len(a)),
+        max(0.0, step - _mean_of_slowest(busy, jitter)),
         beside / len(run.epochs),
-        samples if setting(run, "data", "subset") is None else None,
+        _recorded_samples(run) if setting(run, "data", "subset") is None else None,
         jitter,
     )
+
+
+def _recorded_samples(run: reader.Run) -> int:
+    samples = provenance(run, "data", dict).get("train_samples")
+    if not isinstance(samples, int):
+        raise UserError(
+            f"{run.path / PROVENANCE}: 'data.train_samples' is no number: run this again"
+        )
+    return samples
 
 
 def _mean_of_slowest(busy: np.ndarray, jitter: np.ndarray) -> float:
