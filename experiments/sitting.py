@@ -143,7 +143,12 @@ class Sitting:
 
         continued = count_epochs(run.folder) > 0
         log, begin = self._log(run.title.replace("/", "_")), time.monotonic()
-        code = self._launcher_of(run).run(run.arguments(self._write_config(run)), log, watch)
+        try:
+            code = self._launcher_of(run).run(run.arguments(self._write_config(run)), log, watch)
+        except UserError as error:  # there is no command to start it with
+            self.failed.append(f"{run.title}: {error}")
+            progress.say(f"{place} {run.title}: not started")
+            return
         seconds = time.monotonic() - begin
         spent = duration(seconds)
         if code == 0 and is_finished(run.folder):

@@ -367,6 +367,19 @@ def test_what_horovodrun_is_not_told_is_refused(tmp_path, environment, option):
         Launcher((), (option,)).command(config_line(tmp_path, exchange="horovod"))
 
 
+def test_what_cannot_be_started_does_not_keep_the_others_from_it(experiment, monkeypatch, capsys):
+    def missing(self: Launcher) -> list[str]:
+        raise UserError("there is no horovodrun")
+
+    monkeypatch.setattr(Launcher, "_horovodrun", missing)
+    delays = {"s0.1": DELAYS["s0.1"]}
+    experiment.write({"vary": {"exchange": ["horovod", "ddp"]}, "delays": delays, "seeds": [1]})
+    assert experiment.call() == 1
+    assert len(experiment.started()) == 2
+    failed = [line for line in capsys.readouterr().err.splitlines() if line.startswith("failed: ")]
+    assert len(failed) == 2 and all("there is no horovodrun" in line for line in failed)
+
+
 def test_without_horovodrun_one_line_says_how_to_get_it(tmp_path, environment):
     (environment / "horovodrun").unlink()
     with pytest.raises(UserError, match="scripts/install_horovod.sh"):
