@@ -222,9 +222,9 @@ def naming_lost_peers(timeout: float) -> Iterator[None]:
         if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
             raise
         raise PeerLostError(
-            f"rank {environment_rank()}: an exchange with the other workers failed: one of them "
-            f"has ended, or did not answer within the timeout of {timeout:g} s. Its own output "
-            "says why; the same command goes on from the last checkpoint"
+            f"rank {environment_rank()}: an exchange with the other workers failed: most likely "
+            f"one of them has ended, or did not answer within the timeout of {timeout:g} s. Its "
+            "own output says why; the same command goes on from the last checkpoint"
         ) from error
 
 

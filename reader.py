@@ -102,7 +102,10 @@ def last_workers(path: Path) -> int | None:
     if not file.exists():
         return None
     facts = read_object(file)
-    return [facts, *facts.get("continued", [])][-1].get("world_size")
+    later = facts.get("continued", [])
+    if not isinstance(later, list) or not all(isinstance(start, dict) for start in later):
+        raise UserError(f"{file}: its 'continued' is no list of starts: put the file back")
+    return [facts, *later][-1].get("world_size")
 
 
 def batch_sizes_by_epoch(path: Path | str) -> list[list[list[int]]]:

@@ -84,10 +84,10 @@ class RunFolder:
         folder holds is to be deleted, which `replace` does; job: the launcher's name for all starts
         of one command, of which only the first deletes.
         """
-        if overwrite and job is not None and self._begun_by(job):
-            resume, overwrite = "auto", False
         self._config = to_mapping(config)
         try:
+            if overwrite and job is not None and self._begun_by(job):
+                resume, overwrite = "auto", False
             replaces = overwrite and self.path.exists()
             if replaces and not (self.path / CONFIG).exists() and any(self.path.iterdir()):
                 raise UserError(f"{self.path} holds no run: --overwrite does not delete it")
@@ -200,7 +200,10 @@ class RunFolder:
         path = self.path / PROVENANCE
         if not path.exists() or not checkpoint.exists(self.path):
             return False
-        return read_object(path).get("job") == job
+        try:
+            return read_object(path).get("job") == job
+        except UserError:  # damaged: what --overwrite is for
+            return False
 
     def _compare(self, earlier: Config, config: Config, same_workers: bool) -> None:
         changed = [key for key in differences(earlier, config) if key not in MAY_DIFFER]

@@ -341,7 +341,10 @@ def train(launch: Launch, workers: Workers) -> None:
     config, console = launch.config, Console(workers.is_first)
     folder, found = _open_folder(launch, workers)
     if found == CONTINUES and launch.overwrite:
-        console.say(f"--overwrite was for the first start of this job ({_job()}): this goes on")
+        console.say(
+            "--overwrite: done at the first start of this job, which goes on; for a new one give "
+            "torchrun another --rdzv-id"
+        )
     prepared = workers.once_per_node(partial(prepare, config.data))
     data = open_data(config.data, config.seed, prepared)
     check_steps(config, len(data.train), workers.size)
@@ -471,13 +474,13 @@ def main() -> None:
         config = launch.config
         place = (launch.local_rank, launch.local_world_size)
         where = (config.backend, config.device, config.threads, config.timeout, *place)
-        horovod = config.exchange == "horovod"
-        with naming_lost_peers(config.timeout), join(*where, horovod=horovod) as workers:
+        with join(*where, horovod=config.exchange == "horovod") as workers:
             launch = replace(launch, config=for_workers(config, workers.size))
             if launch.dry_run:
                 Console(workers.is_first).say(preview(launch, workers))
             else:
-                train(launch, workers)
+                with naming_lost_peers(config.timeout):
+                    train(launch, workers)
     except (UserError, PlanError) as error:
         print(f"trainer.py: error: rank {environment_rank()}: {error}", file=sys.stderr)
         sys.exit(2)

@@ -170,7 +170,8 @@ def _build_parser() -> tuple[_Parser, list[str]]:
         ),
         parser.add_argument("--resume", choices=("auto", "never"), help=resume_help, **once),
         parser.add_argument(
-            "--overwrite", action="store_true", help="delete what the run's folder holds"
+            "--overwrite", action="store_true",
+            help="delete what the run's folder holds; of a torchrun job only its first start does",
         ),
         parser.add_argument(
             "--dry-run", action="store_true", help="check everything, print the plan, train nothing"

@@ -58,6 +58,8 @@ class Launcher:
     def _horovodrun(self) -> list[str]:
         given = dict(option.split("=", 1) for option in self.options)
         workers = given.pop("--nproc-per-node", "1")
+        if given.get("--nnodes") == "1":
+            del given["--nnodes"]
         if given or not workers.isdecimal():
             wrong = ", ".join(given) or f"--nproc-per-node={workers}"
             raise UserError(

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from configs.schema import ALGORITHMS, Config, from_mapping, resolve
+from configs.schema import ALGORITHMS, Config, for_workers, from_mapping, resolve
 from plots.comparison import base_variant
 from plots.estimates import Ratio, Spread
 from plots.grouping import BASELINE, Experiment, Variant
-from plots.records import last_half
+from plots.records import last_half, workers
 from plots.reference import Times
 from reader import CONFIG
 from simulation.model import Run
@@ -43,6 +43,7 @@ def predict(experiment: Experiment) -> dict[str, Times]:
 def _config(variant: Variant) -> Config:
     run = variant.runs[0]
     config = resolve(from_mapping(run.config, str(run.path / CONFIG)))
+    config = for_workers(config, workers(run))
     return replace(config, epochs=variant.epochs)
 
 

@@ -35,7 +35,7 @@ def read_runs(paths: Iterable[Path | str]) -> tuple[list[Run], list[str]]:
         seen = [str(n) for n, before in zip(numbers, [None, *numbers]) if n != before]
         notes.append(f"{path}: left out, its number of workers changed: {', then '.join(seen)}")
     if not runs:
-        raise UserError(f"no run to show; {notes[0]}")
+        raise UserError(f"no run that can be shown: {'; '.join(notes)}")
     return runs, notes
 
 
@@ -66,7 +66,8 @@ def provenance(run: Run, key: str, kind: type[Kind]) -> Kind:
     """The provenance's value of `key`; UserError where the file has none of this kind."""
     value = _entry(run.provenance, (key,), run.path / PROVENANCE)
     if not isinstance(value, kind) or isinstance(value, bool):
-        raise UserError(f"{run.path / PROVENANCE}: '{key}' is no {kind.__name__}: run this again")
+        what = {int: "whole number", dict: "mapping"}.get(kind, kind.__name__)
+        raise UserError(f"{run.path / PROVENANCE}: '{key}' is no {what}: run this again")
     return value
 
 
@@ -111,7 +112,7 @@ def _numbers(run: Run, keys: Sequence[str], shape: tuple[int, ...]) -> np.ndarra
     except (OverflowError, TypeError, ValueError):
         found = None
     if found is None or found.shape[1:] != shape:
-        what = "a number" if not shape else f"{shape[0]} numbers"
+        what = "a number" if not shape else f"a number of each of {shape[0]} workers"
         raise UserError(f"{file}: '{'.'.join(keys)}' is not {what} in every line: run this again")
     return found
 

@@ -43,13 +43,15 @@ _CAPTIONS = {
     "phases": "Where each worker’s time in a step goes.",
     "shares-busy-epochs": "Shares of the global batch, and busy times with T*, over the epochs.",
 }
+_NO_PREDICTIONS = "“simulator, from authors” is empty: no --predictions were given."
 _PAIRS_TITLE = "The authors’ unequal instances"
 _TIMES_CAPTION = "Training time per epoch by delay level and algorithm."
 
 _READING = (
     "A grey, empty cell was not run here, not recorded, or does not apply; nothing is left out for "
-    "being unknown. Sources: runs made here, the paper’s authors, and the simulator, which knows "
-    "the sync-sgd runs of either alone and so has no row of its own for them.",
+    "being unknown. Sources: runs made here, the paper’s authors, and the simulator. It "
+    "starts from the sync-sgd runs of either and predicts the others, so its cells of sync-sgd are "
+    "empty.",
     "± is one standard deviation (n − 1) over n seeds; with n = 1 there is none.",
     "Speed-ups are over sync-sgd of the same source, geometric means of the ratios of runs with "
     "the same seed. Brackets hold the 95 % interval of Student’s t on the logarithms of these "
@@ -64,8 +66,7 @@ _READING = (
     "delay alone.",
     "T* is the least step time that any split of the global batch could reach; it is known once "
     "every worker has been seen at two batch sizes, so not for sync-sgd. The simulator takes all "
-    "of an undelayed busy time for growing with the batch, so its T* is a little lower where some "
-    "of it does not.",
+    "of an undelayed busy time for growing with the batch; where some does not, its T* is off.",
 )
 _PAIRS_READING = (
     "The authors ran two unequal AWS instances with equal shares alone, so the rows of dp-sgd are "
@@ -161,7 +162,8 @@ def _sections(content: _Content) -> Iterator[Element]:
             yield from _ablations(experiment, content)
     yield node("h2", _PAIRS_TITLE, id="pairs")
     yield tables.pairs_table(content.pairs)
-    yield notes(_PAIRS_READING)
+    lines = [] if content.told.predictions else [_NO_PREDICTIONS]
+    yield notes([*_PAIRS_READING, *lines])
     yield from _provenance(content)
 
 
@@ -170,7 +172,7 @@ def _summary(content: _Content) -> str:
     missing = [tables.title(one) for one in content.compared if one.own is None]
     text = f"{count(runs, 'run')} of {count(len(content.experiments), 'experiment')}, beside "
     text += "what the paper’s authors measured (arXiv 2110.08941)"
-    text += " and what the simulator predicts for both. "
+    text += " and what the simulator predicts. "
     if missing:
         text += f"Not run here, so with empty cells: {'; '.join(missing)}."
     return text
@@ -201,7 +203,7 @@ def _comparison(comparison: Comparison, content: _Content) -> Iterator[Element]:
         if (key.model, key.delay_seconds) == ("resnet50", 0.1):
             lines.append(_SLOW_STATE)
         if not content.told.predictions:
-            lines.append("“simulator, from authors” is empty: no --predictions were given.")
+            lines.append(_NO_PREDICTIONS)
     yield notes(lines)
     if comparison.own is not None:
         shown = plain(comparison.own)

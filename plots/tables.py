@@ -269,9 +269,9 @@ def _learned(variant: Variant) -> list[str]:
 
 
 def _test_samples(run: Run) -> str:
-    samples = int(column(run, "test_samples")[-1])
+    samples = column(run, "test_samples")[-1]
     part = "whole set" if setting(run, "data", "test_subset") is None else "part of the set"
-    return f"{samples:,} ({part})"
+    return f"{samples:,.0f} ({part})"
 
 
 def _epochs(variant: Variant) -> str:

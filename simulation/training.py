@@ -54,7 +54,7 @@ def costs_of_run(run: reader.Run) -> Costs:
         jitter = np.log(p95 / p5) / (2 * NORMAL_P95)  # of log-normal times
         a = work / per_worker(run, "batch_sizes")[middle]
         step = float(seconds[middle] / column(run, "steps")[middle])
-    if not np.isfinite([*jitter, *a, step, beside]).all():
+    if not np.isfinite([*jitter, *a, step, beside]).all() or (a <= 0).any():
         raise UserError(f"{run.path}: the times of epoch {middle} do not tell what a step costs")
     return Costs(
         a,

@@ -65,7 +65,10 @@ def write_records(path: Path, config: Config, workers: int, truth: Truth) -> Non
         wait.append(own - rows)
         sizes.append(np.tile(split, (shown, 1)))
         total += steps * float(own.mean())
-        epochs.append({"epoch": epoch, "train_seconds": total, **_learned(config, epoch, truth)})
+        epochs.append(
+            {"epoch": epoch, "train_seconds": total, "shares": shares.tolist(),
+             **_learned(config, epoch, truth)}
+        )  # fmt: skip
         if config.algorithm != "sync-sgd":
             shares = shares / rows.mean(0)
             shares /= shares.sum()

@@ -302,7 +302,7 @@ def test_own_predictions_rest_on_sync_sgd_alone(tmp_path: Path) -> None:
     assert dp.optimum == pytest.approx(best, rel=0.05)
     assert dp.busy_seconds == pytest.approx([best, best], rel=0.05)
     # 40 steps, of which three are far longer, and what jitter adds.
-    assert 40 * best < dp.epoch_seconds.mean < 40 * 1.4 * best
+    assert 40 * best < dp.epoch_seconds.mean < 40 * 1.7 * best
     assert 1.02 < dp.train_speed_up.value < equal / best
     assert dp.total_seconds.mean == pytest.approx(dp.train_seconds.mean + 4 * 0.4)
     for path in tmp_path.glob("lenet-low/*dp-sgd/*/epochs.jsonl"):
@@ -473,9 +473,15 @@ def failing(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 @pytest.mark.parametrize(
     "content",
-    ["", "[]", "3", "{}", '{"results": {}}', '{"results": {"runs": [{"model": "vgg16"}]}}',
-     '{"results": {"runs": [{"model": "alexnet", "delay_seconds": 1, "algorithm": "dp-sgd"}]}}',
-     '{"results": {"runs": 7}}', '{"results": {"runs": [{"model": [], "delay_seconds": {}}]}}'],
+    ["", "[]", "3", "{}", '{"results": {}}', '{"results": {"aws": []}}',
+     '{"results": {"runs": [{"model": "vgg16"}], "aws": []}}',
+     '{"results": {"aws": [], "runs": [{"model": "alexnet", "delay_seconds": 1, '
+     '"algorithm": "dp-sgd"}]}}',
+     '{"results": {"runs": 7, "aws": []}}',
+     '{"results": {"runs": [{"model": [], "delay_seconds": {}}], "aws": []}}',
+     '{"results": {"runs": [], "aws": [{"model": "alexnet"}]}}',
+     '{"results": {"runs": [], "aws": [{"model": "vgg16", "elasticity": []}]}}',
+     '{"results": {"runs": [], "aws": 7}}'],
 )  # fmt: skip
 def test_damaged_predictions(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str

@@ -96,7 +96,7 @@ def test_a_launcher_that_is_asked_to_end_leaves_a_run_to_go_on_with(tmp_path):
 def test_when_a_node_is_lost_the_rest_goes_on(tmp_path):
     """Two launchers, of which the one that does not host the rendezvous is killed.
 
-    What they were told to overwrite is not their own run, as it was before the loss.
+    It was told to overwrite: that holds for its first start, not for the one after the loss.
     """
     options = {**OPTIONS, "precision": "fp64", "epochs": 100, "data__loader_workers": 0}
     folder = tmp_path / "elastic"
@@ -118,7 +118,7 @@ def test_when_a_node_is_lost_the_rest_goes_on(tmp_path):
 
 
 def test_when_the_rendezvous_host_is_lost_the_job_ends_and_goes_on_when_started_again(tmp_path):
-    options, folder = {**OPTIONS, "epochs": 60, "data__loader_workers": 0}, tmp_path / "hostless"
+    options, folder = {**OPTIONS, "epochs": 120, "data__loader_workers": 0}, tmp_path / "hostless"
     nodes, port = two_nodes(folder, "2", **options)
     try:
         host, left = _host_and_other(nodes, port, folder)
