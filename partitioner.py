@@ -20,6 +20,8 @@ POLICIES = ("equal", "static", "proportional", "affine")
 
 # Names the random stream of the epoch order, so that no other consumer of the same seed shares it.
 _ORDER_STREAM = 0x0DE5
+# Times that differ by less than this part are of equally slow workers.
+_ALIKE = 1e-9
 
 
 class PlanError(ValueError):
@@ -436,15 +438,16 @@ def better_without(
 ) -> LeftOut | None:
     """The workers that set the pace at their minimum and are better left out, if there are any.
 
-    Takes away the slowest of those at their minimum for as long as that shortens the step.
+    Takes away the slowest of those at their minimum, all that are equally slow at once, for as long
+    as that shortens the step.
     """
     stay = np.arange(len(a))
     seconds, sizes = best.seconds, best.batch_sizes
-    while len(stay) > 1:
+    while True:
         times = a[stay] * sizes + d[stay]
-        slowest = int(times.argmax())
-        rest = np.delete(stay, slowest)
-        if sizes[slowest] > minimum[stay][slowest] or maximum[rest].sum() < total:
+        slowest = times >= times.max() * (1.0 - _ALIKE)
+        rest = stay[~slowest]
+        if (sizes > minimum[stay])[slowest].any() or maximum[rest].sum() < total:
             break
         without = optimum(a[rest], d[rest], total, minimum[rest], maximum[rest])
         if without.seconds >= seconds:

@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             signal.signal(number, _interrupt)
     try:
         return _main(_parse(arguments))
-    except UserError as error:
+    except (UserError, OSError) as error:
         print(f"reproduce.py: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -69,11 +69,18 @@ def _main(options: argparse.Namespace) -> int:
     if options.dry_run:
         say(plan(sitting))
         return 0
-    sitting.work()
-    failed = sitting.failed + write_report(experiment)
+    try:
+        sitting.work()
+    finally:  # also where Ctrl-C ends it
+        _tell(sitting.failed)
+    failed = write_report(experiment)
+    _tell(failed)
+    return 1 if sitting.failed or failed else 0
+
+
+def _tell(failed: Sequence[str]) -> None:
     for line in failed:
         print(f"failed: {line}", file=sys.stderr)
-    return 1 if failed else 0
 
 
 def write_report(experiment: Experiment) -> list[str]:
@@ -140,7 +147,11 @@ def _launcher(options: argparse.Namespace) -> Launcher:
     given = {option: getattr(options, option[2:].replace("-", "_")) for option in TORCHRUN_OPTIONS}
     del given["--nproc-per-node"]
     handed = tuple(f"{option}={value}" for option, value in given.items() if value is not None)
-    return Launcher(tuple(shlex.split(options.launch_prefix)), handed)
+    try:
+        prefix = tuple(shlex.split(options.launch_prefix))
+    except ValueError as error:
+        raise UserError(f"command line: --launch-prefix: {error}") from error
+    return Launcher(prefix, handed)
 
 
 def _assignments(arguments: Sequence[str]) -> dict[str, Any]:
@@ -149,6 +160,8 @@ def _assignments(arguments: Sequence[str]) -> dict[str, Any]:
         key, equals, text = argument.partition("=")
         if not equals:
             raise UserError(f"command line: {argument} is not of the form key=value")
+        if key in found:
+            raise UserError(f"command line: {key} is given twice: give it once")
         found[key] = files.parse(text, f"command line: {key}")
     return found
 

@@ -3,7 +3,7 @@
     python simulator.py cluster configs/clusters/two-generations.yaml
     python simulator.py authors --out results/authors/authors.json --check
     python simulator.py scale --out results/scale/scale.json --check
-    python simulator.py benchmark results/balance.json --check
+    python simulator.py benchmark results/benchmarks/balance.json --check
 
 `cluster` simulates what a file describes; `authors` predicts the runs of the paper's authors from
 their sync-sgd runs, and their unequal AWS pair; `scale` goes from 2 to 4,096 workers of mixed GPU
@@ -20,6 +20,7 @@ from pathlib import Path
 
 from benchmarks.common import finish, make_folder, table
 from configs.errors import UserError
+from partitioner import PlanError
 from simulation.authors import (
     author_misses,
     author_rows,
@@ -102,7 +103,7 @@ def main(given: Sequence[str] | None = None) -> int:
     options = arguments(given)
     try:
         return options.run(options)
-    except UserError as error:
+    except (UserError, PlanError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 

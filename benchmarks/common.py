@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
+import storage
 from recorder import provenance
 from terminal import say
 
@@ -42,7 +43,7 @@ def arguments(description: str, *own: argparse.ArgumentParser) -> argparse.Names
 
 
 def make_folder(parser: argparse.ArgumentParser, out: Path | None) -> None:
-    """The folder of a file to be written; ends the program where it cannot be made."""
+    """The folder of a file to be written; ends the program where there can be no such file."""
     if out is None:
         return
     # Not after minutes of measuring.
@@ -50,6 +51,8 @@ def make_folder(parser: argparse.ArgumentParser, out: Path | None) -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         parser.error(f"--out {out}: cannot make its folder ({error.strerror})")
+    if out.is_dir():
+        parser.error(f"--out {out} is a folder: name a file")
 
 
 def finish(
@@ -64,18 +67,25 @@ def finish(
         document = {
             "benchmark": name,
             "quick": options.quick,
-            **provenance(ROOT),
+            **_provenance(),
             "machine": machine(),
             "results": dict(results),
             "misses": list(misses),
         }
         text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-        options.out.write_text(text)
+        storage.write(options.out, text.encode())
     if not options.check:
         return 0
     for miss in misses:
         say(f"missed: {miss}")
     return 1 if misses else 0
+
+
+def _provenance() -> dict[str, Any]:
+    """As in a run's record, but it is the end that is known."""
+    facts = provenance(ROOT)
+    facts["ended"] = facts.pop("started")
+    return facts
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> None:

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -20,15 +18,16 @@ from typing import Any
 import numpy as np
 import yaml
 
+import storage
 from benchmarks.common import machine
 from configs.errors import UserError
 from configs.files import read_json
-from configs.schema import Config, StragglerRule, from_mapping, resolve, to_mapping
+from configs.schema import Config, StragglerRule, to_mapping
 from data.sources import outline
 from experiments.grid import PlannedRun, set_keys
 from experiments.launcher import Launcher
 from plots.records import warm_steps
-from reader import Run, read_run
+from reader import PREEMPTED, Run, read_run
 from stragglers import must_measure
 
 FILE = "calibration.json"
@@ -42,6 +41,10 @@ _WORKLOAD = (
     "model.name", "data.name", "data.image_size", "data.placement", "batch_size", "precision",
     "memory_format", "exchange", "backend", "device", "threads", "accumulate", "data.crop",
 )  # fmt: skip
+
+
+class CalibrationStopped(Exception):
+    """The workers were asked to stop while they measured."""
 
 
 class Calibrations:
@@ -66,9 +69,8 @@ class Calibrations:
     def add(self, entry: dict[str, Any]) -> None:
         self.entries.append(entry)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_name(f".{self.path.name}.tmp")
-        temporary.write_text(json.dumps(self.entries, indent=2, ensure_ascii=False) + "\n")
-        os.replace(temporary, self.path)
+        text = json.dumps(self.entries, indent=2, ensure_ascii=False) + "\n"
+        storage.write(self.path, text.encode())
 
     def applied(
         self, mapping: Mapping[str, Any], config: Config, workers: int | None
@@ -107,10 +109,9 @@ def measure(planned: PlannedRun, launcher: Launcher, output: Path, log: Path) ->
     """Trains for a moment without delays at an equal split; the entry for calibration.json.
 
     planned: the run whose config file is taken, without its key=value arguments. Raises UserError
-    where the measurement fails or says too little.
+    where the measurement fails or says too little, CalibrationStopped where it was asked to stop.
     """
-    plain = replace(planned.launch, config=resolve(from_mapping(planned.mapping)))
-    config = replace(planned, launch=plain).config
+    config = planned.base_config
     samples = outline(config.data, config.seed, lambda prepare: prepare()).train_samples
     begin = time.monotonic()
     run = _undelayed_run(planned.mapping, config, samples, launcher, output, log)
@@ -153,7 +154,10 @@ def _undelayed_run(
         code = launcher.run(["--config", str(file), "--output", str(scratch)], log)
         if code != 0:
             raise UserError(f"calibration failed with exit code {code}: see {log}")
-        return read_run(scratch / "calibration" / "sync-sgd" / "seed-0")
+        folder = scratch / "calibration" / "sync-sgd" / "seed-0"
+        if (folder / PREEMPTED).exists():
+            raise CalibrationStopped
+        return read_run(folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -166,7 +170,10 @@ def _times(run: Run, wall_seconds: float) -> dict[str, Any]:
     """
     busy, wait = warm_steps([run], "busy"), warm_steps([run], "wait")
     if len(busy) == 0:
-        raise UserError("calibration: epochs of so few steps hold none behind the warm-up")
+        raise UserError(
+            "calibration: epochs of so few steps hold none behind the warm-up: lower batch_size, "
+            "or give the delays in seconds"
+        )
     last = run.epochs[-1]
     return {
         "busy_seconds": np.median(busy, axis=0).tolist(),

@@ -31,7 +31,7 @@ import json
 import math
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ from configs import files
 from configs.command_line import Launch, parse, run_folder
 from configs.errors import UserError
 from configs.filling import fill, printable, setting
-from configs.schema import ALGORITHMS, Config, for_workers, from_mapping
+from configs.schema import ALGORITHMS, Config, for_workers, from_mapping, resolve
 
 NAME = r"[A-Za-z0-9_+=-][A-Za-z0-9._+=-]{0,49}"
 # Keys that have a place of their own in an experiment file.
@@ -92,6 +92,12 @@ class PlannedRun:
         if config.batch_size is not None:
             return config
         return dataclasses.replace(config, batch_size=config.batch_per_worker * self.workers)
+
+    @property
+    def base_config(self) -> Config:
+        """As `config`, but of the config file alone, without the key=value arguments."""
+        launch = dataclasses.replace(self.launch, config=resolve(from_mapping(self.mapping)))
+        return dataclasses.replace(self, launch=launch).config
 
     @property
     def folder(self) -> Path:
@@ -213,7 +219,7 @@ def _expand(
         for base in _delayed(config, grid.name, entry.get("delays"), where)
         for sized in _sized(set_keys(base, fixed), grid.workers, workers)
     ]
-    variants = _variants(entry, where)
+    variants = _variants(entry, extra.keys(), where)
     for (place, seed), (base, count), overrides, algorithm in itertools.product(
         enumerate(grid.seeds), bases, variants, grid.algorithms
     ):
@@ -266,11 +272,18 @@ def _delayed(config: str, name: str | None, delays: object, where: str) -> Itera
         yield {**mapping, "name": f"{mapping['name']}-{delay}", "stragglers": rules or []}
 
 
-def _variants(entry: Mapping[str, Any], where: str) -> list[tuple[str, ...]]:
-    """The key=value arguments of every combination of `policies` and `vary`."""
+def _variants(entry: Mapping[str, Any], given: Set[str], where: str) -> list[tuple[str, ...]]:
+    """The key=value arguments of every combination of `policies` and `vary`.
+
+    given: keys of the command line, which cannot be varied at the same time.
+    """
     axes = _keys(entry.get("vary"), f"{where}.vary")
     if "policies" in entry:
         axes = {"partition.policy": entry["policies"], **axes}
+    for key in axes.keys() & given:
+        raise UserError(
+            f"command line: {key} is varied in {where}: leave it out, and choose runs with --only"
+        )
     for key, values in axes.items():
         if not isinstance(values, list) or not values:
             place = "policies" if key == "partition.policy" else f"vary.{key}"

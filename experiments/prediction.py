@@ -19,6 +19,7 @@ from data.sources import CIFAR10_SAMPLES
 from experiments.calibration import Calibrations, workload
 from experiments.grid import PlannedRun
 from partitioner import PlanError
+from plots.records import column
 from reader import read_run
 from simulation.authors import SAMPLES_PER_WORKER, measured_parts, read_rows
 from simulation.training import Costs, costs_of_run, simulated
@@ -44,14 +45,16 @@ class Predictor:
         self._starts: list[float] = []
 
     def learn(self, run: PlannedRun, wall_seconds: float | None = None) -> None:
-        """Takes in the records of a finished run; wall_seconds: of all of it, made in one go."""
+        """Takes in the records of a finished run; wall_seconds: of all of it, made in one go.
+
+        Raises UserError where they tell no costs; its time counts all the same.
+        """
         record = read_run(run.folder)
         self._told.clear()
+        total = float(column(record, "total_seconds")[-1])
         if wall_seconds is not None:
-            self._starts.append(wall_seconds - record.epochs[-1]["total_seconds"])
-        self._seconds[run.folder.parent].append(
-            record.epochs[-1]["total_seconds"] / len(record.epochs)
-        )
+            self._starts.append(max(0.0, wall_seconds - total))
+        self._seconds[run.folder.parent].append(total / len(record.epochs))
         self._costs.append((workload(run.config), costs_of_run(record)))
 
     def predict(self, run: PlannedRun) -> Prediction:

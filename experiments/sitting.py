@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import fnmatch
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,19 @@ import yaml
 from configs.errors import UserError
 from configs.files import read_mapping
 from configs.schema import differences, from_mapping, resolve
-from experiments.calibration import FILE, STEPS, Calibrations, measure, workload
+from experiments.calibration import (
+    FILE,
+    STEPS,
+    Calibrations,
+    CalibrationStopped,
+    measure,
+    workload,
+)
 from experiments.grid import Experiment, PlannedRun
 from experiments.launcher import Launcher
 from experiments.prediction import Prediction, Predictor
 from experiments.progress import Progress, duration
-from reader import CONFIG, PREEMPTED, count_epochs, is_finished, recorded_workers
+from reader import CONFIG, LOCK, PREEMPTED, count_epochs, is_finished, recorded_workers
 from recorder import MAY_DIFFER
 from stragglers import must_measure
 
@@ -67,10 +76,11 @@ class Sitting:
         self._end = None if max_hours is None else time.monotonic() + 3600 * max_hours
         self.runs = [self._with_times(run) for run in runs]
         self.failed: list[str] = []
+        self._notes: list[str] = []
         for run in map(self._with_times, experiment.runs):
             _check_folder(run)
-            if is_finished(run.folder):
-                self._predictor.learn(run)
+            if is_finished(run.folder) and (note := self._learn(run)):
+                self._notes.append(note)
 
     def left(self) -> list[PlannedRun]:
         """The runs that are not finished, in order."""
@@ -84,45 +94,61 @@ class Sitting:
         return _added(_missing(self.prediction(run), run) for run in runs)
 
     def work(self) -> None:
-        """Makes all runs that are left, or as many as time allows."""
+        """Makes all runs that are left, or as many as time allows.
+
+        Raises UserError where another process is at the same set.
+        """
         left = self.left()
         progress = Progress(sum(run.config.epochs for run in left))
-        try:
-            progress.say(f"{len(self.runs) - len(left)} of {len(self.runs)} runs are finished")
-            if self._calibrations.elsewhere():
-                progress.say(f"note: {self._calibrations.path} is of another machine; delays stay")
-            self._calibrate(left, progress)
-            left = [self._with_times(run) for run in left]
-            for number, run in enumerate(left):
-                if must_measure(run.config.stragglers):
-                    self.failed.append(f"{run.title}: not started without its calibration")
-                    continue
-                if why := self._must_stop():
-                    progress.say(f"stopped ({why}): {len(left) - number} runs are left")
-                    break
-                self._make(left, number, progress)
-                if (run.folder / PREEMPTED).exists():
+        with _locked(self.experiment.output):
+            try:
+                progress.say(f"{len(self.runs) - len(left)} of {len(self.runs)} runs are finished")
+                if self._calibrations.elsewhere():
                     progress.say(
-                        f"stopped: {run.title} was asked to; {len(left) - number} are left"
+                        f"note: {self._calibrations.path} is of another machine; delays stay"
                     )
-                    break
-        finally:
-            progress.close()
+                for note in self._notes:
+                    progress.say(f"note: {note}")
+                self._make_all(left, progress)
+            finally:
+                progress.close()
+                # Wherever this ends: one that came too late is not for the next sitting.
+                (self.experiment.output / STOP).unlink(missing_ok=True)
+
+    def _make_all(self, left: Sequence[PlannedRun], progress: Progress) -> None:
+        for number in range(len(left)):
+            if why := self._must_stop():
+                progress.say(f"stopped ({why}): {len(left) - number} runs are left")
+                return
+            if number == 0:
+                try:
+                    self._calibrate(left, progress)
+                except CalibrationStopped:
+                    progress.say(f"stopped: a calibration was asked to; {len(left)} are left")
+                    return
+                left = [self._with_times(run) for run in left]
+            run = left[number]
+            if must_measure(run.config.stragglers):
+                self.failed.append(f"{run.title}: not started without its calibration")
+                continue
+            self._make(left, number, progress)
+            if (run.folder / PREEMPTED).exists():
+                progress.say(f"stopped: {run.title} was asked to; {len(left) - number} are left")
+                return
 
     def _calibrate(self, runs: Sequence[PlannedRun], progress: Progress) -> None:
         """Measures each workload that needs it, once; where that fails, a line in `failed`."""
         seen: list[tuple[dict[str, Any], int | None]] = []
         for run in runs:
-            config = run.config
-            own = workload(config), run.workers
-            if not must_measure(config.stragglers) or own in seen:
+            own = workload(run.base_config), run.workers
+            if not must_measure(run.config.stragglers) or own in seen:
                 continue
             seen.append(own)
             log = self._log(f"calibration-{run.base}")
             progress.say(f"calibration of {run.base}: {STEPS} steps without delays")
             try:
                 entry = measure(run, self._launcher_of(run), self.experiment.output, log)
-            except UserError as error:
+            except (UserError, OSError) as error:
                 self.failed.append(f"{run.base}: {error}")
                 continue
             self._calibrations.add(entry)
@@ -141,24 +167,36 @@ class Sitting:
             until = _added([_missing(told, run), after])
             progress.show(others + count_epochs(run.folder), run.title, until)
 
-        continued = count_epochs(run.folder) > 0
+        continued = run.folder.exists()
+        # What an earlier start was asked says nothing of this one, however early it ends.
+        (run.folder / PREEMPTED).unlink(missing_ok=True)
         log, begin = self._log(run.title.replace("/", "_")), time.monotonic()
         try:
             code = self._launcher_of(run).run(run.arguments(self._write_config(run)), log, watch)
-        except UserError as error:  # there is no command to start it with
-            self.failed.append(f"{run.title}: {error}")
+        except (UserError, OSError) as error:  # there is no command to start it with, or no disk
+            self.failed.append(f"{run.title}: cannot be started: {error}")
             progress.say(f"{place} {run.title}: not started")
             return
         seconds = time.monotonic() - begin
         spent = duration(seconds)
         if code == 0 and is_finished(run.folder):
-            self._predictor.learn(run, None if continued else seconds)
+            note = self._learn(run, None if continued else seconds)
             progress.say(f"{place} {run.title}: done in {spent}")
+            if note:
+                progress.say(f"note: {note}")
             return
         if (run.folder / PREEMPTED).exists():
             return
         self.failed.append(f"{run.title}: exit code {code}, see {log}")
         progress.say(f"{place} {run.title}: failed after {spent}")
+
+    def _learn(self, run: PlannedRun, wall_seconds: float | None = None) -> str | None:
+        """A note where a finished run tells nothing of others, which is no error."""
+        try:
+            self._predictor.learn(run, wall_seconds)
+        except UserError as error:
+            return f"{run.title} does not help to predict other runs: {error}"
+        return None
 
     def _launcher_of(self, run: PlannedRun) -> Launcher:
         per_node = self.experiment.per_node
@@ -167,7 +205,6 @@ class Sitting:
     def _must_stop(self) -> str | None:
         stop = self.experiment.output / STOP
         if stop.exists():
-            stop.unlink()
             return f"{stop} was there"
         if self._end is not None and time.monotonic() >= self._end:
             return "--max-hours"
@@ -175,7 +212,7 @@ class Sitting:
 
     def _with_times(self, run: PlannedRun) -> PlannedRun:
         """The run with its delays' measured times, as far as there are any."""
-        mapping = self._calibrations.applied(run.mapping, run.config, run.workers)
+        mapping = self._calibrations.applied(run.mapping, run.base_config, run.workers)
         rules = from_mapping(mapping).stragglers
         launch = replace(run.launch, config=replace(run.launch.config, stragglers=rules))
         return replace(run, mapping=mapping, launch=launch)
@@ -202,12 +239,30 @@ def plan(sitting: Sitting) -> str:
             rows.append((run.title, f"{epochs}", "finished", ""))
             continue
         told = sitting.prediction(run)
-        rows.append((run.title, f"{done}/{epochs}", duration(told.seconds), told.source))
+        seconds = duration(_missing(told, run))
+        rows.append((run.title, f"{done}/{epochs}", seconds, told.source))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     lines = ["  ".join([*map(str.ljust, row, widths), row[3]]).rstrip() for row in rows]
     seconds = sitting.seconds_left(sitting.left())
     lines.append(f"{len(left)} of {len(sitting.runs)} runs are left: {duration(seconds)}")
     return "\n".join(lines)
+
+
+@contextmanager
+def _locked(output: Path) -> Iterator[None]:
+    """Within it no other sitting works at the same output folder, or UserError is raised."""
+    output.mkdir(parents=True, exist_ok=True)
+    with open(output / LOCK, "a") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            raise UserError(
+                f"{output} is being worked at by another reproduce.py: wait for it, or stop it"
+            ) from None
+        try:
+            yield
+        finally:
+            (output / LOCK).unlink(missing_ok=True)
 
 
 def _missing(told: Prediction, run: PlannedRun) -> float | None:

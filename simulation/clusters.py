@@ -18,6 +18,8 @@ from simulation.model import Cluster, Phase, Run, Strategy, simulate
 
 # Workers that are named one by one in a record.
 MOST_NAMED = 32
+# What is held in memory at once: the steps of a run, and those of a segment times the workers.
+MOST_WORKERS, MOST_STEPS, MOST_TIMES = 100_000, 20_000_000, 100_000_000
 
 
 @dataclass(frozen=True)
@@ -26,9 +28,9 @@ class Group:
 
     name: str = setting(..., "Name of these workers, for changes.")
     a: float = setting(..., "Seconds per sample.", above=0)
-    count: int = setting(1, "How many there are.", at_least=1)
+    count: int = setting(1, "How many there are.", at_least=1, at_most=MOST_WORKERS)
     d: float = setting(0.0, "Seconds of a step that do not depend on the batch.", at_least=0)
-    jitter: float = setting(0.0, "Deviation of the log of a step's time.", at_least=0)
+    jitter: float = setting(0.0, "Deviation of the log of a step's time.", at_least=0, at_most=2)
     max_batch: int | None = setting(
         None, "Most samples per step (memory); null sets no cap.", at_least=1
     )
@@ -43,7 +45,7 @@ class Change:
     step: int = setting(0, "Step of that epoch (from 0).", at_least=0)
     a: float | None = setting(None, "Seconds per sample from then on.", above=0)
     d: float | None = setting(None, "Fixed seconds from then on.", at_least=0)
-    jitter: float | None = setting(None, "Jitter from then on.", at_least=0)
+    jitter: float | None = setting(None, "Jitter from then on.", at_least=0, at_most=2)
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,7 @@ def read_cluster(path: str | Path) -> tuple[ClusterFile, Cluster]:
             "lower it, or say epoch"
         )
     counts = [group.count for group in file.workers]
+    _check_size(file, sum(counts), where)
     caps = [group.max_batch or file.batch_size for group in file.workers]
     _check_bounds(file, caps, counts, where)
     workers = sum(counts)
@@ -117,6 +120,18 @@ def read_cluster(path: str | Path) -> tuple[ClusterFile, Cluster]:
         file.epoch_seconds,
     )
     return file, cluster
+
+
+def _check_size(file: ClusterFile, workers: int, where: str) -> None:
+    """Raises UserError where a simulation would not fit into memory."""
+    segment = file.epoch_steps if file.every == "epoch" else file.every
+    if file.epochs * file.epoch_steps > MOST_STEPS:
+        raise UserError(f"{where}: epochs * epoch_steps is more than {MOST_STEPS:,}: lower one")
+    if segment * workers > MOST_TIMES:
+        raise UserError(
+            f"{where}: {segment:,} steps between rebalances of {workers:,} workers are more than "
+            f"{MOST_TIMES:,} times: lower epoch_steps or every"
+        )
 
 
 def describe_cluster(file: ClusterFile, cluster: Cluster) -> dict[str, Any]:

@@ -35,11 +35,17 @@ def read_balance(path: Path) -> Mapping[str, Any]:
         runs = [run for scenario in results["scenarios"] for run in scenario["runs"]]
     except (KeyError, TypeError) as error:
         raise UserError(f"{path}: its results are damaged: measure again") from error
-    for run in runs:
-        for key in ("wall_seconds", "steps", "fits"):
-            if key not in run:
+    needed = [
+        ("results", [results], ("epoch_steps", "lookahead", "jitter")),
+        ("scenarios", results["scenarios"], ("name", "workers", "batch_size", "phases")),
+        ("runs", runs, ("label", "policy", "every", "communication_seconds", "wall_seconds",
+                        "steps", "fits")),
+    ]  # fmt: skip
+    for what, entries, keys in needed:
+        for key in keys:
+            if not all(key in entry for entry in entries):
                 raise UserError(
-                    f"{path}: its runs lack {key}: measure again with benchmarks/balance.py"
+                    f"{path}: its {what} lack {key}: measure again with benchmarks/balance.py"
                 )
     return results
 

@@ -159,6 +159,14 @@ def test_what_is_given_on_the_command_line_wins(tmp_path):
     assert run.folder == tmp_path / "o" / "base" / "dp-sgd" / "seed-1"
 
 
+@pytest.mark.parametrize("key", ["optimizer.lr", "partition.policy"])
+def test_what_is_varied_is_not_given_on_the_command_line(tmp_path, key):
+    varied = {"vary": {"optimizer.lr": [0.1, 0.2]}, "policies": [None, "affine"]}
+    document = {"name": "set", "grids": [{**GRID, **varied}]}
+    with pytest.raises(UserError, match=f"command line: {key} is varied"):
+        read(tmp_path, document, extra={key: "x"})
+
+
 @pytest.mark.parametrize(
     "per_node, nodes, workers",
     [(None, None, 2), (None, "3", 6), ("4", None, 4), ("gpu", "2", None), ("2", "1:2", None)],

@@ -15,6 +15,7 @@ from partitioner import (
     Partitioner,
     PlanError,
     TimeModel,
+    better_without,
     epoch_order,
     global_batches,
     optimum,
@@ -329,6 +330,19 @@ def test_a_worker_that_holds_all_others_up_is_named():
     left_out = partitioner.left_out()
     assert left_out.ranks == (2,)
     assert left_out.seconds == pytest.approx(0.048, rel=0.1)
+
+
+def test_workers_that_are_equally_slow_are_left_out_together():
+    """Without one of the two the other still sets the pace."""
+    a, d = np.full(4, 0.001), np.array([0.0, 0.25, 0.0, 0.25])
+    bounds = np.ones(4), np.full(4, 256.0)
+    best = optimum(a, d, 256, *bounds)
+    assert best.seconds == pytest.approx(0.251)
+    found = better_without(a, d, 256, *bounds, best)
+    assert found.ranks == (1, 3) and found.seconds == pytest.approx(0.128)
+    # There is nobody else who could take the whole batch.
+    few = np.array([127.0, 256.0, 127.0, 256.0])
+    assert better_without(a, d, 256, bounds[0], few, optimum(a, d, 256, bounds[0], few)) is None
 
 
 def test_no_worker_of_a_balanced_run_is_better_left_out():

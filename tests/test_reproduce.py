@@ -191,6 +191,53 @@ def test_options_of_torchrun_and_keys_are_handed_on(experiment):
     assert experiment.commands()[1][3:5] == ["--standalone", "--nproc-per-node=2"]
 
 
+def test_an_old_marker_is_no_wish_to_stop(experiment, monkeypatch):
+    """The run was asked to stop once; its next start fails before it has looked."""
+    monkeypatch.setenv("FAKE_FAIL", ALL[0])
+    experiment.run(ALL[0]).mkdir(parents=True)
+    (experiment.run(ALL[0]) / "preempted").write_text("{}")
+    assert experiment.call() == 1
+    assert experiment.started() == ALL
+
+
+def test_a_run_that_lost_a_worker_keeps_no_other_from_being_made(experiment, capsys):
+    assert experiment.call() == 0
+    path = experiment.run(ALL[0]) / "epochs.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for spread in lines[-1]["busy"].values():
+        del spread[1]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    shutil.rmtree(experiment.run(ALL[1]))
+    assert experiment.call("--dry-run") == 0
+    assert experiment.call() == 0
+    assert experiment.started() == [*ALL, ALL[1]]
+    assert f"note: {ALL[0]} does not help to predict" in capsys.readouterr().out
+
+
+def test_two_sittings_do_not_work_at_one_set(experiment, capsys):
+    experiment.output.mkdir()
+    code = (
+        "import fcntl, sys; file = open(sys.argv[1], 'a'); fcntl.lockf(file, fcntl.LOCK_EX); "
+        "print('held', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(experiment.output / ".lock")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as other:
+        assert other.stdout.readline() == b"held\n"
+        assert experiment.call() == 2
+        assert "another reproduce.py" in capsys.readouterr().err and experiment.started() == []
+        other.stdin.close()
+    assert experiment.call() == 0
+
+
+def test_a_launcher_that_is_not_there(experiment, capsys):
+    line = [str(experiment.folder / "set.yaml"), "--output", str(experiment.output)]
+    assert reproduce.main([*line, "--launch-prefix", "/no/such/srun -n 2"]) == 1
+    assert "/no/such/srun" in capsys.readouterr().err
+    assert reproduce.main([*line, "--launch-prefix", "'srun"]) == 2
+    assert "--launch-prefix" in capsys.readouterr().err
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 
@@ -201,6 +248,7 @@ def test_options_of_torchrun_and_keys_are_handed_on(experiment):
         (["--nproc-per-node", "3"], ["2 workers, not 3"]),
         (["epochs"], ["key=value"]),
         (["epochs=x"], ["epochs must be a whole number"]),
+        (["epochs=3", "epochs=3"], ["epochs is given twice"]),
         (["--nproc", "2"], ["--nproc"]),
         (["--max-hours", "x"], ["--max-hours"]),
     ],
@@ -279,6 +327,17 @@ def test_what_cannot_be_calibrated_is_not_started_but_all_else_is(experiment, mo
     errors = capsys.readouterr().err
     assert "calibration failed with exit code 3" in errors
     assert errors.count("not started without its calibration") == 4
+
+
+def test_runs_that_vary_in_their_speed_get_the_seconds_of_their_config_file(experiment):
+    changes = {"delays": {"f0.5": DELAYS["f0.5"]}, "seeds": [1], "algorithms": ["sync-sgd"]}
+    experiment.write({**changes, "vary": {"precision": [None, "bf16"]}})
+    assert experiment.call() == 0
+    (entry,) = json.loads((experiment.output / FILE).read_text())
+    runs = [yaml.safe_load(file.read_text()) for file in experiment.output.rglob("config.yaml")]
+    assert {run["precision"] for run in runs} == {"fp64", "bf16"}
+    for run in runs:
+        assert run["stragglers"][0]["busy_seconds"] == [entry["busy_seconds"][1]]
 
 
 # --- predicted times ------------------------------------------------------------------------------

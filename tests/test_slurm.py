@@ -12,6 +12,8 @@ import pytest
 SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "slurm.sbatch"
 SAYS_WHAT_IT_GOT = """#!/usr/bin/env python3
 import json, os, sys
+if sys.argv[1:] == ["-m", "torch.distributed.run", "--help"]:
+    sys.exit(print(os.environ.get("TORCHRUN_KNOWS", "--signals-to-handle SIGNALS_TO_HANDLE")))
 names = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "SRUN_CPUS_PER_TASK")
 print(json.dumps([sys.argv, os.getcwd(), [os.environ.get(name) for name in names]]))
 """
@@ -57,12 +59,19 @@ MEETING = [
 def test_a_set_is_made_by_one_reproduce_py_that_starts_each_run_on_all_nodes(tmp_path):
     words, place, variables = got(submit(tmp_path, "some set.yaml", "--only", "a b/*"))
     assert words == [
-        "python", "reproduce.py", "some set.yaml", "--only", "a b/*",
-        "--nnodes=3", "--nproc-per-node=4", *MEETING,
+        "python", "reproduce.py", "--nnodes=3", "--nproc-per-node=4", *MEETING,
         "--launch-prefix", "srun --ntasks-per-node=1 --kill-on-bad-exit=1",
+        "some set.yaml", "--only", "a b/*",
     ]  # fmt: skip
     assert place == str(tmp_path)
     assert variables == [None, None, "1"]
+
+
+def test_an_older_torchrun_is_not_given_what_it_does_not_know(tmp_path):
+    done = submit(tmp_path, "set.yaml", TORCHRUN_KNOWS="--nnodes NNODES")
+    words, _, _ = got(done)
+    assert not any(word.startswith("--signals") for word in words)
+    assert "checkpoint.every" in done.stderr
 
 
 def test_a_single_run(tmp_path):
@@ -101,6 +110,10 @@ def test_reproduce_py_takes_what_the_script_gives_it(tmp_path):
     options = reproduce._parse(words[2:])
     assert (options.nnodes, options.nproc_per_node, options.rdzv_id) == ("3", "4", "1234567")
     assert options.launch_prefix.startswith("srun ")
+    # What the user says wins.
+    words, _, _ = got(submit(tmp_path, "set.yaml", "--nproc-per-node=2", "--launch-prefix", "mine"))
+    options = reproduce._parse(words[2:])
+    assert (options.nproc_per_node, options.launch_prefix) == ("2", "mine")
 
 
 @pytest.mark.parametrize(
