@@ -52,7 +52,7 @@ def comparisons(experiments: Sequence[Experiment], known: Sequence[PaperKey]) ->
 
 
 def paper_key(experiment: Experiment, known: Sequence[PaperKey]) -> PaperKey | None:
-    """The paper's experiment that this one repeats: same model, data, workers, batch and delay.
+    """The paper's experiment that this one repeats, down to batch, precision and delay.
 
     The number of epochs may differ; times per epoch and per step can still be compared.
     """
@@ -60,6 +60,8 @@ def paper_key(experiment: Experiment, known: Sequence[PaperKey]) -> PaperKey | N
     rules = setting(run, "stragglers")
     whole = setting(run, "data", "name") == "cifar10" and setting(run, "data", "subset") is None
     if not whole or experiment.workers != 2 or setting(run, "batch_size") != 256:
+        return None
+    if setting(run, "precision") != "fp32" or run.config.get("accumulate", 1) != 1:
         return None
     if len(rules) != 1 or rules[0]["ranks"] != [1] or not is_steady(rules):
         return None

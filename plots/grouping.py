@@ -24,8 +24,10 @@ from reader import CONFIG, Run
 BASELINE = "sync-sgd"
 
 # Settings that say what is compared, or where files lie: they do not make another experiment.
-_NOT_IDENTITY = ("algorithm", "seed", "partition", "gradient_weight", "output", "timeout")
-_DATA_PLACES = ("root", "cache")
+_NOT_IDENTITY = (
+    "algorithm", "seed", "partition", "gradient_weight", "output", "timeout", "checkpoint"
+)  # fmt: skip
+_DATA_PLACES = ("root", "cache", "memory_limit_gib")
 # Calibrated delays that differ by a larger factor are worth a note.
 _ALIKE = 1.05
 

@@ -388,6 +388,8 @@ def test_the_base_is_the_variant_nearest_to_the_defaults(tmp_path: Path) -> None
         ({"stragglers": [{**VGG[0], "ranks": [0]}]}, 2, None),
         ({"stragglers": [{**VGG[0], "last_epoch": 3}]}, 2, None),
         ({"stragglers": []}, 2, None),
+        ({"precision": "bf16"}, 2, None),
+        ({"accumulate": 2}, 2, None),
         ({}, 3, None),
     ],
 )
