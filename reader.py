@@ -118,12 +118,21 @@ def batch_sizes_by_epoch(path: Path | str) -> list[list[list[int]]]:
 
 
 def find_runs(paths: Iterable[Path | str]) -> list[Path]:
-    """All run folders at or beneath `paths` that have records, sorted. Raises UserError if none."""
+    """All run folders at or beneath `paths` that have records, sorted. Raises UserError if none.
+
+    Hidden folders beneath them are passed over: a killed calibration may have left one.
+    """
     paths = [Path(path) for path in paths]
     for path in paths:
         if not path.exists():
             raise UserError(f"{path} does not exist: name a run's folder or one above it")
-    found = {file.parent for path in paths for file in path.rglob(EPOCHS) if file.stat().st_size}
+    found = {
+        file.parent
+        for path in paths
+        for file in path.rglob(EPOCHS)
+        if file.stat().st_size
+        and not any(part.startswith(".") for part in file.relative_to(path).parts)
+    }
     if not found:
         raise UserError(f"no run in {', '.join(map(str, paths))}: no {EPOCHS} with an epoch in it")
     return sorted(found)

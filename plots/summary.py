@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from configs.errors import UserError
 from plots.estimates import Ratio, Spread, percent_text, ratio, seconds_text
 from plots.grouping import BASELINE, Experiment, Variant, Workload
 from plots.records import column, last_half, setting
-from reader import Run
+from reader import EPOCHS, Run
 
 UNKNOWN = "–"
 _NOTE_SPREAD = "± is one standard deviation (n − 1) over the seeds."
@@ -85,9 +86,16 @@ def spread(variant: Variant, value: Callable[[Run], float]) -> Spread:
 def speed_up(variant: Variant, base: Variant, seconds: Callable[[Run], float]) -> Ratio:
     """How many times less `seconds` the variant needs than the base, paired by seed."""
     over, under = (
-        {setting(run, "seed"): seconds(run) for run in one.runs} for one in (base, variant)
+        {setting(run, "seed"): _positive(run, seconds(run)) for run in one.runs}
+        for one in (base, variant)
     )
     return ratio(over, under)
+
+
+def _positive(run: Run, seconds: float) -> float:
+    if not 0 < seconds < np.inf:
+        raise UserError(f"{run.path / EPOCHS}: no time that a run could take: run this seed again")
+    return seconds
 
 
 def _experiment_rows(experiment: Experiment, delay: str) -> list[Row]:

@@ -216,7 +216,9 @@ def test_runs_are_found_at_and_beneath_the_paths_given(tmp_path):
     empty = tmp_path / "lenet-low" / "edp-sgd" / "seed-8"
     empty.mkdir()
     (empty / "epochs.jsonl").touch()
+    hidden = write_run(tmp_path / ".calibration-x", epochs=1, steps=1)
     assert find_runs([tmp_path]) == sorted([first, second])
+    assert find_runs([hidden.parent]) == [hidden]  # which is asked for
     assert find_runs([str(second), first, tmp_path]) == sorted([first, second])
     assert find_runs([tmp_path / "other+epochs=1"]) == [second]
 

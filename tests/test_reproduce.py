@@ -415,9 +415,12 @@ def test_runs_over_horovod_are_started_by_horovodrun(tmp_path, environment):
     torchrun = ["nice", str(environment / "python"), "-m", "torch.distributed.run"]
     assert launched.command(arguments)[:4] == torchrun
     horovodrun = ["nice", str(environment / "horovodrun"), "-np", "3", str(environment / "python")]
+    # One node need not be said, and may be.
+    same = Launcher(("nice",), ("--nproc-per-node=3", "--nnodes=1"))
     for over in (["exchange=horovod"], ["--exchange", "horovod"]):
         line = [*arguments, *over]
         assert launched.command(line) == [*horovodrun, str(ROOT / "trainer.py"), *line]
+        assert same.command(line) == launched.command(line)
 
 
 @pytest.mark.parametrize("option", ["--nnodes=2", "--nproc-per-node=gpu"])
