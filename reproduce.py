@@ -29,7 +29,7 @@ from experiments.calibration import Calibrations
 from experiments.grid import Experiment, read_experiment
 from experiments.launcher import ENDING, ROOT, TORCHRUN_OPTIONS, Launcher
 from experiments.sitting import Sitting, plan, select
-from reader import EPOCHS
+from reader import EPOCHS, is_finished
 from terminal import say
 
 INTERRUPTED = 130
@@ -108,9 +108,11 @@ def _reports(experiment: Experiment) -> list[tuple[str, Path, list[str]]]:
     if len({run.workers for run in experiment.runs}) > 1:
         return [("plots.scaling", output / "scaling", [])]
     predicted = ["--predictions", str(PREDICTIONS)] if PREDICTIONS.exists() else []
+    missing = [run.title for run in experiment.runs if not is_finished(run.folder)]
+    named = [word for title in missing for word in ("--missing", title)]
     return [
         ("plots", output / "figures", []),
-        ("plots.report", output / "report.html", predicted),
+        ("plots.report", output / "report.html", [*predicted, *named]),
     ]
 
 

@@ -104,13 +104,16 @@ class _Content:
     pairs: list[Pair]
     cues: Mapping[str, Cue]
     notes: list[str]
+    missing: Sequence[str]
 
 
-def make_page(paths: Sequence[Path], predictions: Path | None = None) -> str:
+def make_page(
+    paths: Sequence[Path], predictions: Path | None = None, missing: Sequence[str] = ()
+) -> str:
     """The page on all runs beneath `paths` as HTML text, the same for the same records.
 
-    predictions: the record of `simulator.py authors --out`. Raises UserError when there are no
-    runs, or a record or file is damaged.
+    predictions: the record of `simulator.py authors --out`; missing: names of planned runs that are
+    not finished. Raises UserError when there are no runs, or a record or file is damaged.
     """
     authors, pairs = read_authors(), read_pairs(predictions)
     theirs = {} if predictions is None else read_predictions(predictions, authors)
@@ -133,7 +136,7 @@ def make_page(paths: Sequence[Path], predictions: Path | None = None) -> str:
         for title in tables.unpaired(compared)
     ]
     told, cues = Told(authors, theirs, predicted), output.all_cues(experiments)
-    content = _Content(experiments, compared, ablations, told, pairs, cues, remarks)
+    content = _Content(experiments, compared, ablations, told, pairs, cues, remarks, missing)
     return document(_TITLE, _sections(content))
 
 
@@ -180,8 +183,10 @@ def _summary(content: _Content) -> str:
     text += "what the paper’s authors measured (arXiv 2110.08941)"
     text += " and what the simulator predicts. "
     if missing:
-        text += f"Not run here, so with empty cells: {'; '.join(missing)}."
-    return text
+        text += f"Not run here, so with empty cells: {'; '.join(missing)}. "
+    if content.missing:
+        text += f"{count(len(content.missing), 'planned run')} not finished: named at the end."
+    return text.rstrip()
 
 
 def _contents(content: _Content) -> Element:
@@ -244,6 +249,8 @@ def _figures(experiment: Experiment, name: str, content: _Content) -> Iterator[E
 
 def _provenance(content: _Content) -> Iterator[Element]:
     yield node("h2", "Runs and their configuration", id="runs")
+    if content.missing:
+        yield notes(f"Planned, but not finished: {name}" for name in content.missing)
     if content.notes:
         yield notes(content.notes)
     yield tables.runs_table([v for e in content.experiments for v in e.variants])
@@ -276,9 +283,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--predictions", type=Path, metavar="FILE", help="what simulator.py authors --out wrote"
     )
+    parser.add_argument(
+        "--missing", action="append", default=[], metavar="NAME",
+        help="a planned run that is not finished, to be named on the page; may be repeated",
+    )  # fmt: skip
     options = parser.parse_args(arguments)
     try:
-        write_page(make_page(options.runs, options.predictions), options.out)
+        page = make_page(options.runs, options.predictions, options.missing)
+        write_page(page, options.out)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -519,6 +519,17 @@ def test_records_of_other_kinds_are_named(
     assert key in line or "time" in line
 
 
+def test_planned_runs_that_are_not_there_are_named(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs", epochs=1, steps=5)
+    out = tmp_path / "report.html"
+    arguments = ["--missing", "lenet-high/dp-sgd/seed-1", "--missing", "<b>"]
+    assert main([str(tmp_path / "runs"), "--out", str(out), *arguments]) == 0
+    page = Page(out.read_text())
+    assert "2 planned runs not finished" in page.text
+    for name in ("lenet-high/dp-sgd/seed-1", "<b>"):
+        assert f"Planned, but not finished: {name}" in page.text
+
+
 def test_missing_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "report.html"
     assert str(tmp_path) in failing(capsys, tmp_path, "--out", page)

@@ -387,7 +387,8 @@ def test_figures_and_report_are_of_all_runs_of_the_set(tmp_path, monkeypatch, ca
     folders = [str(experiment.output / f"base-{delay}") for delay in DELAYS]
     assert [command[2:] for command in commands] == [
         ["plots", *folders, "--out", str(experiment.output / "figures")],
-        ["plots.report", *folders, "--out", str(experiment.output / "report.html"), *predictions],
+        ["plots.report", *folders, "--out", str(experiment.output / "report.html"), *predictions,
+         *(word for title in ALL for word in ("--missing", title))],
     ]
 
 
