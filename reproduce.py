@@ -109,7 +109,7 @@ def _reports(experiment: Experiment) -> list[tuple[str, Path, list[str]]]:
         return [("plots.scaling", output / "scaling", [])]
     predicted = ["--predictions", str(PREDICTIONS)] if PREDICTIONS.exists() else []
     missing = [run.title for run in experiment.runs if not is_finished(run.folder)]
-    named = [word for title in missing for word in ("--missing", title)]
+    named = [f"--missing={title}" for title in missing]
     return [
         ("plots", output / "figures", []),
         ("plots.report", output / "report.html", [*predicted, *named]),

@@ -51,8 +51,8 @@ def make_folder(parser: argparse.ArgumentParser, out: Path | None) -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         parser.error(f"--out {out}: cannot make its folder ({error.strerror})")
-    if out.is_dir():
-        parser.error(f"--out {out} is a folder: name a file")
+    if out.exists() and not out.is_file():
+        parser.error(f"--out {out} is no regular file: name another")
 
 
 def finish(

@@ -8,7 +8,7 @@ moving. Saved after each epoch, of which two checkpoints are kept.
 
 After the tenth epoch nothing may be more than 2 % above what it was then, for each worker. PyTorch
 itself remembers the last 2,000 collective operations with where they were called (its flight
-recorder); here it remembers 200, so that this has come to its end by then.
+recorder); here it remembers 100, so that this has come to its end by then.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ QUANTITIES = ("bytes", "loader_bytes", "files", "loader_files")
 
 def main() -> int:
     options = arguments(__doc__.partition("\n")[0])
-    os.environ["TORCH_FR_BUFFER_SIZE"] = "200"
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "100"
     epochs = QUICK_EPOCHS if options.quick else EPOCHS
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
         folder = Path(name)

@@ -52,7 +52,12 @@ class Calibrations:
 
     def __init__(self, output: Path) -> None:
         self.path = output / FILE
-        self.entries: list[dict[str, Any]] = _read(self.path) if self.path.exists() else []
+        self.entries: list[dict[str, Any]] = []
+        self.read()
+
+    def read(self) -> None:
+        """Takes in what the file holds by now."""
+        self.entries = _read(self.path) if self.path.exists() else []
 
     def find(self, config: Config, workers: int | None) -> dict[str, Any] | None:
         """The measurement of a config's workload on this number of workers, or None."""
@@ -152,11 +157,11 @@ def _undelayed_run(
         file = scratch / "config.yaml"
         file.write_text(yaml.safe_dump(short, sort_keys=False))
         code = launcher.run(["--config", str(file), "--output", str(scratch)], log)
+        folder = scratch / "calibration" / "sync-sgd" / "seed-0"
+        if (folder / PREEMPTED).exists():  # then torchrun's exit code is not 0 either
+            raise CalibrationStopped
         if code != 0:
             raise UserError(f"calibration failed with exit code {code}: see {log}")
-        folder = scratch / "calibration" / "sync-sgd" / "seed-0"
-        if (folder / PREEMPTED).exists():
-            raise CalibrationStopped
         return read_run(folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

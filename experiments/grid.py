@@ -15,6 +15,7 @@
         policies: [null, affine]                # optional; null: as the algorithm has it
         vary: {partition.every: [null, 20]}     # optional: any key -> values; null: leave it
 
+What is varied cannot be set on the command line at the same time.
 A run's config is called <name>[-<delay>][-<n>w]; what `policies` and `vary` change is given to
 trainer.py as key=value and so names the run's folder as always. A run that two grids ask for is
 made once.
@@ -97,6 +98,9 @@ class PlannedRun:
     def base_config(self) -> Config:
         """As `config`, but of the config file alone, without the key=value arguments."""
         launch = dataclasses.replace(self.launch, config=resolve(from_mapping(self.mapping)))
+        config = launch.config
+        if config.batch_size is None and self.workers is None:
+            return config  # its runs give one, and torchrun alone will know the number of workers
         return dataclasses.replace(self, launch=launch).config
 
     @property

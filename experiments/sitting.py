@@ -98,9 +98,11 @@ class Sitting:
 
         Raises UserError where another process is at the same set.
         """
-        left = self.left()
-        progress = Progress(sum(run.config.epochs for run in left))
         with _locked(self.experiment.output):
+            # Another sitting may have ended since this one was made.
+            self._calibrations.read()
+            left = [self._with_times(run) for run in self.left()]
+            progress = Progress(sum(run.config.epochs for run in left))
             try:
                 progress.say(f"{len(self.runs) - len(left)} of {len(self.runs)} runs are finished")
                 if self._calibrations.elsewhere():
@@ -173,7 +175,7 @@ class Sitting:
         log, begin = self._log(run.title.replace("/", "_")), time.monotonic()
         try:
             code = self._launcher_of(run).run(run.arguments(self._write_config(run)), log, watch)
-        except (UserError, OSError) as error:  # there is no command to start it with, or no disk
+        except (UserError, OSError) as error:  # no command to start it with, or no disk for its log
             self.failed.append(f"{run.title}: cannot be started: {error}")
             progress.say(f"{place} {run.title}: not started")
             return
@@ -259,10 +261,7 @@ def _locked(output: Path) -> Iterator[None]:
             raise UserError(
                 f"{output} is being worked at by another reproduce.py: wait for it, or stop it"
             ) from None
-        try:
-            yield
-        finally:
-            (output / LOCK).unlink(missing_ok=True)
+        yield
 
 
 def _missing(told: Prediction, run: PlannedRun) -> float | None:

@@ -171,8 +171,8 @@ def _sections(content: _Content) -> Iterator[Element]:
             yield from _ablations(experiment, content)
     yield node("h2", _PAIRS_TITLE, id="pairs")
     yield tables.pairs_table(content.pairs)
-    lines = [] if content.told.predictions else [_NO_PREDICTIONS]
-    yield notes([*_PAIRS_READING, *lines])
+    given = any(pair.predicted for pair in content.pairs)
+    yield notes([*_PAIRS_READING, *([] if given else [_NO_PREDICTIONS])])
     yield from _provenance(content)
 
 
@@ -185,7 +185,7 @@ def _summary(content: _Content) -> str:
     if missing:
         text += f"Not run here, so with empty cells: {'; '.join(missing)}. "
     if content.missing:
-        text += f"{count(len(content.missing), 'planned run')} not finished: named at the end."
+        text += f"{count(len(content.missing), 'planned run')} not finished: named further down."
     return text.rstrip()
 
 

@@ -18,7 +18,8 @@ from simulation.model import Cluster, Phase, Run, Strategy, simulate
 
 # Workers that are named one by one in a record.
 MOST_NAMED = 32
-# What is held in memory at once: the steps of a run, and those of a segment times the workers.
+# What is held in memory at once: the steps of a run, those of an epoch (and the epochs) times the
+# workers.
 MOST_WORKERS, MOST_STEPS, MOST_TIMES = 100_000, 20_000_000, 100_000_000
 
 
@@ -124,13 +125,14 @@ def read_cluster(path: str | Path) -> tuple[ClusterFile, Cluster]:
 
 def _check_size(file: ClusterFile, workers: int, where: str) -> None:
     """Raises UserError where a simulation would not fit into memory."""
-    segment = file.epoch_steps if file.every == "epoch" else file.every
+    if workers > MOST_WORKERS:
+        raise UserError(f"{where}: {workers:,} workers are more than {MOST_WORKERS:,}")
     if file.epochs * file.epoch_steps > MOST_STEPS:
         raise UserError(f"{where}: epochs * epoch_steps is more than {MOST_STEPS:,}: lower one")
-    if segment * workers > MOST_TIMES:
+    if max(file.epoch_steps, file.epochs) * workers > MOST_TIMES:
         raise UserError(
-            f"{where}: {segment:,} steps between rebalances of {workers:,} workers are more than "
-            f"{MOST_TIMES:,} times: lower epoch_steps or every"
+            f"{where}: epoch_steps or epochs * {workers:,} workers is more than {MOST_TIMES:,}: "
+            "lower one"
         )
 
 

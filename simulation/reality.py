@@ -43,7 +43,7 @@ def read_balance(path: Path) -> Mapping[str, Any]:
     ]  # fmt: skip
     for what, entries, keys in needed:
         for key in keys:
-            if not all(key in entry for entry in entries):
+            if not all(isinstance(entry, dict) and key in entry for entry in entries):
                 raise UserError(
                     f"{path}: its {what} lack {key}: measure again with benchmarks/balance.py"
                 )

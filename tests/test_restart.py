@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from processes import still_running
 from test_launch import free_port
@@ -21,6 +22,7 @@ from training import read, run_path, short_config, train
 from experiments.launcher import descendants, end
 
 TESTS = Path(__file__).resolve().parent
+pytestmark = pytest.mark.timeout(500)  # the sum of the limits below
 
 
 ALONE = ("--standalone", "--nproc-per-node=2")
