@@ -17,6 +17,8 @@ from plots.style import Cue
 from plots.summary import Row, rows
 from reader import Run
 
+# Inches; beyond, a page shows a figure too small to be read.
+_WIDEST = 20.0
 # A loss axis that spans more than this factor is logarithmic.
 _LOG_SPAN = 50.0
 _METRICS = {"loss": "loss", "top1": "top-1 (%)", "top5": "top-5 (%)"}
@@ -68,7 +70,7 @@ def time_per_epoch(workload: Workload, cues: Mapping[str, Cue]) -> Figure:
     table = {(row.experiment, row.label): row for row in rows(workload)}
     labels = [label for label in cues if any(row.label == label for row in table.values())]
     levels = len(workload.experiments)
-    figure = style.figure(max(5.0, 1.2 + 0.75 * len(labels) * levels), 4.0)
+    figure = style.figure(min(max(5.0, 1.2 + 0.75 * len(labels) * levels), _WIDEST), 4.0)
     axis = figure.subplots()
     width = 0.84 / len(labels)
     factor, unit = style.time_unit(max(row.epoch_seconds.mean for row in table.values()))
