@@ -86,7 +86,7 @@ def _tell(failed: Sequence[str]) -> None:
 def write_report(experiment: Experiment) -> list[str]:
     """Figures, tables and the page from all records in the output folder; a line per failure."""
     folders = dict.fromkeys(run.folder.parent.parent for run in experiment.runs)
-    recorded = [str(folder.absolute()) for folder in folders if any(folder.rglob(EPOCHS))]
+    recorded = [_from_root(folder) for folder in folders if any(folder.rglob(EPOCHS))]
     if not recorded:
         return []
     failed = []
@@ -99,6 +99,12 @@ def write_report(experiment: Experiment) -> list[str]:
         else:
             say(f"written: {target}")
     return failed
+
+
+def _from_root(path: Path) -> str:
+    """As it is shown in the page: below this repository, where it lies there."""
+    path = path.absolute()
+    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
 
 
 def _reports(experiment: Experiment) -> list[tuple[str, Path, list[str]]]:
