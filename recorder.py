@@ -7,7 +7,6 @@ old content or the new, never half (storage.py).
 
 from __future__ import annotations
 
-import fcntl
 import io
 import json
 import os
@@ -217,14 +216,8 @@ class RunFolder:
 
     def _lock(self) -> None:
         """Keeps other processes out of the folder until this one ends, however it ends."""
-        self._lock_file = open(self.path / LOCK, "a")
-        try:
-            # Unlike flock's, this lock is not held on by loader processes that outlive a crash.
-            fcntl.lockf(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            raise UserError(
-                f"{self.path} is being written by another process: wait for it, or stop it"
-            ) from None
+        held = f"{self.path} is being written by another process: wait for it, or stop it"
+        self._lock_file = storage.lock(self.path / LOCK, held)
 
     def _write_config(self) -> None:
         text = yaml.safe_dump(self._config, sort_keys=False)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
+from typing import TextIO
 
 from configs.errors import UserError
 
@@ -53,6 +55,21 @@ def append(path: Path, content: bytes) -> None:
         except OSError as error:
             file.truncate(before)
             raise _refusal(path, error) from error
+
+
+def lock(path: Path, held: str) -> TextIO:
+    """The file, open for appending and this process's alone until it is closed or the process ends.
+
+    Raises UserError with the text `held` where another process has it.
+    """
+    file = open(path, "a")
+    try:
+        # Unlike flock's, this lock is not held on by loader processes that outlive a crash.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        file.close()
+        raise UserError(held) from None
+    return file
 
 
 def drop_temporary(folder: Path) -> None:

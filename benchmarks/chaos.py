@@ -1,6 +1,6 @@
 """A run that is killed, stopped, preempted and slowed again and again ends as an undisturbed one.
 
-    python benchmarks/chaos.py --faults 100 --check --out results/chaos.json data.root=DIR
+    python benchmarks/chaos.py --check --out results/reliability/chaos.json data.root=DIR
     python benchmarks/chaos.py --quick --check data.name=synthetic
 
 Four gloo workers, each with a loader process, train LeNet on 2,048 images of CIFAR-10 with the

@@ -1,6 +1,6 @@
 """Memory and open files over 200 short epochs with a rebalance each: they must not grow.
 
-    python benchmarks/soak.py --check --out results/soak.json
+    python benchmarks/soak.py --check --out results/reliability/soak.json
 
 Two gloo workers, each with a loader process that is kept over all epochs, train LeNet on made-up
 images; worker 1 takes three times its own busy time in every other five epochs, the first five

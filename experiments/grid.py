@@ -88,9 +88,12 @@ class PlannedRun:
 
     @property
     def config(self) -> Config:
-        """The resolved configuration with its global batch, as the run will record it."""
+        """The resolved configuration as the run will record it.
+
+        With its global batch, unless torchrun alone will know how many workers that is of.
+        """
         config = self.launch.config
-        if config.batch_size is not None:
+        if config.batch_size is not None or self.workers is None:
             return config
         return dataclasses.replace(config, batch_size=config.batch_per_worker * self.workers)
 
@@ -98,9 +101,6 @@ class PlannedRun:
     def base_config(self) -> Config:
         """As `config`, but of the config file alone, without the key=value arguments."""
         launch = dataclasses.replace(self.launch, config=resolve(from_mapping(self.mapping)))
-        config = launch.config
-        if config.batch_size is None and self.workers is None:
-            return config  # its runs give one, and torchrun alone will know the number of workers
         return dataclasses.replace(self, launch=launch).config
 
     @property

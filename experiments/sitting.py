@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
 import fnmatch
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+import storage
 from configs.errors import UserError
 from configs.files import read_mapping
 from configs.schema import differences, from_mapping, resolve
@@ -98,7 +97,10 @@ class Sitting:
 
         Raises UserError where another process is at the same set.
         """
-        with _locked(self.experiment.output):
+        output = self.experiment.output
+        output.mkdir(parents=True, exist_ok=True)
+        held = f"{output} is being worked at by another reproduce.py: wait for it, or stop it"
+        with storage.lock(output / LOCK, held):
             # Another sitting may have ended since this one was made.
             self._calibrations.read()
             left = [self._with_times(run) for run in self.left()]
@@ -115,21 +117,20 @@ class Sitting:
             finally:
                 progress.close()
                 # Wherever this ends: one that came too late is not for the next sitting.
-                (self.experiment.output / STOP).unlink(missing_ok=True)
+                (output / STOP).unlink(missing_ok=True)
 
     def _make_all(self, left: Sequence[PlannedRun], progress: Progress) -> None:
-        for number in range(len(left)):
+        if not self._must_stop():
+            try:
+                self._calibrate(left, progress)
+            except CalibrationStopped:
+                progress.say(f"stopped: a calibration was asked to; {len(left)} are left")
+                return
+            left = [self._with_times(run) for run in left]
+        for number, run in enumerate(left):
             if why := self._must_stop():
                 progress.say(f"stopped ({why}): {len(left) - number} runs are left")
                 return
-            if number == 0:
-                try:
-                    self._calibrate(left, progress)
-                except CalibrationStopped:
-                    progress.say(f"stopped: a calibration was asked to; {len(left)} are left")
-                    return
-                left = [self._with_times(run) for run in left]
-            run = left[number]
             if must_measure(run.config.stragglers):
                 self.failed.append(f"{run.title}: not started without its calibration")
                 continue
@@ -248,20 +249,6 @@ def plan(sitting: Sitting) -> str:
     seconds = sitting.seconds_left(sitting.left())
     lines.append(f"{len(left)} of {len(sitting.runs)} runs are left: {duration(seconds)}")
     return "\n".join(lines)
-
-
-@contextmanager
-def _locked(output: Path) -> Iterator[None]:
-    """Within it no other sitting works at the same output folder, or UserError is raised."""
-    output.mkdir(parents=True, exist_ok=True)
-    with open(output / LOCK, "a") as file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            raise UserError(
-                f"{output} is being worked at by another reproduce.py: wait for it, or stop it"
-            ) from None
-        yield
 
 
 def _missing(told: Prediction, run: PlannedRun) -> float | None:

@@ -13,12 +13,13 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from configs.errors import UserError
 from configs.schema import ALGORITHMS
 from plots.delays import delay_level, delay_size, largest_ratio
-from plots.records import calibrated_delays, is_finished, setting, workers
+from plots.records import calibrated_delays, is_finished, read_runs, setting, workers
 from reader import CONFIG, Run
 
 BASELINE = "sync-sgd"
@@ -107,6 +108,16 @@ class Workload:
 
 def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def read_experiments(paths: Iterable[Path]) -> tuple[list[Experiment], list[str]]:
+    """The experiments of all runs beneath `paths`; notes on runs that are not shown.
+
+    Raises UserError when there are no runs, or a record is damaged.
+    """
+    runs, notes = read_runs(paths)
+    experiments, doubles = group(runs)
+    return experiments, notes + doubles
 
 
 def group(runs: Sequence[Run]) -> tuple[list[Experiment], list[str]]:

@@ -12,8 +12,7 @@ from matplotlib.figure import Figure
 
 from configs.errors import UserError
 from plots import figures, style, summary, worker_figures
-from plots.grouping import Experiment, Variant, Workload, group, workloads
-from plots.records import read_runs
+from plots.grouping import Experiment, Variant, Workload, read_experiments, workloads
 from plots.style import Cue
 
 _Draw = Callable[[Experiment, Mapping[str, Cue]], Figure]
@@ -64,9 +63,7 @@ def write_output(paths: Sequence[Path], out: Path) -> Output:
 
     Raises UserError when there are no runs, a record is damaged, or `out` cannot be written.
     """
-    runs, notes = read_runs(paths)
-    experiments, doubles = group(runs)
-    notes += doubles
+    experiments, notes = read_experiments(paths)
     tables = workloads(experiments)
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -41,13 +41,11 @@ def read_runs(paths: Iterable[Path | str]) -> tuple[list[Run], list[str]]:
 
 def _numbers_of_workers(run: Run) -> list[int]:
     """By epoch."""
-    file, numbers = run.path / EPOCHS, []
-    for line, record in enumerate(run.epochs, 1):
-        shares = _entry(record, ("shares",), f"{file} line {line}")
+    numbers = []
+    for line, shares in enumerate(_column(run, ("shares",)), 1):
         if not isinstance(shares, list):
-            raise UserError(
-                f"{file} line {line}: 'shares' is no list: damaged, run this seed again"
-            )
+            where = f"{run.path / EPOCHS} line {line}"
+            raise UserError(f"{where}: 'shares' is no list: damaged, run this seed again")
         numbers.append(len(shares))
     return numbers
 
@@ -103,18 +101,26 @@ def per_worker(run: Run, *keys: str) -> np.ndarray:
 
 
 def _numbers(run: Run, keys: Sequence[str], shape: tuple[int, ...]) -> np.ndarray:
-    file = run.path / EPOCHS
-    values = [
-        _entry(record, keys, f"{file} line {line}") for line, record in enumerate(run.epochs, 1)
-    ]
+    values = _column(run, keys)
     try:
         found = np.array([np.nan if value is None else value for value in values], dtype=float)
     except (OverflowError, TypeError, ValueError):
         found = None
     if found is None or found.shape[1:] != shape:
         what = "a number" if not shape else f"a number of each of {shape[0]} workers"
-        raise UserError(f"{file}: '{'.'.join(keys)}' is not {what} in every line: run this again")
+        name = ".".join(keys)
+        raise UserError(
+            f"{run.path / EPOCHS}: '{name}' is not {what} in every line: run this again"
+        )
     return found
+
+
+def _column(run: Run, keys: Sequence[str]) -> list[Any]:
+    """One entry of each epoch record, whatever it is."""
+    file = run.path / EPOCHS
+    return [
+        _entry(record, keys, f"{file} line {line}") for line, record in enumerate(run.epochs, 1)
+    ]
 
 
 def _entry(mapping: Any, keys: Sequence[str], where: Path | str) -> Any:

@@ -21,10 +21,9 @@ from configs.errors import UserError
 from partitioner import PlanError
 from plots import output, style, tables
 from plots.comparison import Ablation, Comparison, comparisons, plain, split
-from plots.grouping import Experiment, count, group, workloads
+from plots.grouping import Experiment, count, read_experiments, workloads
 from plots.page import document, figure, node, notes
 from plots.predicted import predict
-from plots.records import read_runs
 from plots.reference import Pair, Times, read_authors, read_pairs, read_predictions
 from plots.style import Cue
 from plots.tables import Told
@@ -117,9 +116,7 @@ def make_page(
     """
     authors, pairs = read_authors(), read_pairs(predictions)
     theirs = {} if predictions is None else read_predictions(predictions, authors)
-    runs, remarks = read_runs(paths)
-    experiments, doubles = group(runs)
-    remarks += doubles
+    experiments, remarks = read_experiments(paths)
     main, ablations = split(experiments)
     for experiment in experiments:
         remarks += output.missing_figures(experiment)
