@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from cluster import Workers
-from configs.errors import UserError
+from configs.errors import NotFiniteError
 
 Item = TypeVar("Item")
 
@@ -151,7 +151,7 @@ class FiniteGuard:
         self._values, self._meanings, self._reading, self._first = [], [], None, None
 
     def settle(self) -> None:
-        """Raises UserError on all workers, naming rank and step, if anything so far is not finite.
+        """Raises NotFiniteError on all workers, naming rank and step, for what is not finite so far.
 
         All must call it. Also looks at the weights and buffers, which may be about to be stored.
         """
@@ -171,9 +171,10 @@ class FiniteGuard:
             for rank, place in enumerate(places)
             if place is not None and place[:2] == [epoch, step]
         ]
-        raise UserError(
+        raise NotFiniteError(
             f"not finite in epoch {epoch}, step {step} (both from 0): {', '.join(first)}. The last "
-            "checkpoint is from before: lower optimizer.lr, or look at the data of that step"
+            "checkpoint is from before: lower optimizer.lr, or look at the data of that step",
+            epoch,
         )
 
     def _read(self) -> None:
@@ -217,8 +218,8 @@ class StopFlag:
     def check(self) -> None:
         """After each step, on all workers alike.
 
-        Raises Preempted if one was asked to stop, and UserError if one has met a number that is
-        not finite; on all workers at the same call.
+        Raises Preempted if one was asked to stop, and NotFiniteError if one has met a number that
+        is not finite; on all workers at the same call.
         """
         self._calls += 1
         if self._calls < self._every:

@@ -19,7 +19,7 @@ from configs.filling import printable
 from configs.schema import from_mapping
 
 CONFIG, PROVENANCE, EPOCHS, STEPS = "config.yaml", "provenance.json", "epochs.jsonl", "steps.npz"
-FINAL, LOCK, PREEMPTED = "final.pt", ".lock", "preempted"
+FINAL, LOCK, PREEMPTED, DIVERGED = "final.pt", ".lock", "preempted", "diverged"
 
 # What steps.npz holds: [steps of all epochs, …] each.
 STEP_ARRAYS = {
@@ -43,10 +43,13 @@ class Run:
 
 
 def read_run(path: Path | str) -> Run:
-    """Reads a run's folder, finished or not. Raises UserError that names a file and its fault."""
+    """Reads a run's folder, finished or not. Raises UserError that names a file and its fault.
+
+    A run that diverged in its first epoch has no epochs, and arrays of no steps.
+    """
     path = Path(path)
     epochs = _epoch_lines(path)
-    if not epochs:
+    if not epochs and not has_diverged(path):
         raise UserError(f"{path / EPOCHS} has no epoch yet")
     for number, record in enumerate(epochs):
         if record["epoch"] != number:
@@ -56,7 +59,7 @@ def read_run(path: Path | str) -> Run:
             )
     config, facts = read_mapping(path / CONFIG), read_object(path / PROVENANCE)
     from_mapping(config, where=printable(str(path / CONFIG)))
-    return Run(path, config, facts, epochs, _read_steps(path))
+    return Run(path, config, facts, epochs, _read_steps(path) if epochs else _no_steps())
 
 
 def is_finished(path: Path) -> bool:
@@ -71,6 +74,11 @@ def is_finished(path: Path) -> bool:
         return False
     config = from_mapping(read_mapping(path / CONFIG), where=str(path / CONFIG))
     return len(_epoch_lines(path)) >= config.epochs
+
+
+def has_diverged(path: Path) -> bool:
+    """Whether the run in a folder was ended by a number that is not finite."""
+    return (path / DIVERGED).exists()
 
 
 def _has_begun(path: Path) -> bool:
@@ -117,10 +125,11 @@ def batch_sizes_by_epoch(path: Path | str) -> list[list[list[int]]]:
     return [steps["batch_sizes"][steps["epoch"] == epoch].tolist() for epoch in epochs]
 
 
-def find_runs(paths: Iterable[Path | str]) -> list[Path]:
+def find_runs(paths: Iterable[Path | str], diverged: bool = False) -> list[Path]:
     """All run folders at or beneath `paths` that have records, sorted. Raises UserError if none.
 
-    Hidden folders beneath them are passed over: a killed calibration may have left one.
+    diverged: also those that diverged before the end of their first epoch. Hidden folders beneath
+    `paths` are passed over: a killed calibration may have left one.
     """
     paths = [Path(path) for path in paths]
     for path in paths:
@@ -130,7 +139,7 @@ def find_runs(paths: Iterable[Path | str]) -> list[Path]:
         file.parent
         for path in paths
         for file in path.rglob(EPOCHS)
-        if file.stat().st_size
+        if (file.stat().st_size or diverged and has_diverged(file.parent))
         and not any(part.startswith(".") for part in file.relative_to(path).parts)
     }
     if not found:
@@ -165,6 +174,11 @@ def _read_steps(path: Path) -> dict[str, np.ndarray]:
         raise UserError(f"{file} is damaged: {_one_line(error)}") from error
     _check_steps(steps, file)
     return steps
+
+
+def _no_steps() -> dict[str, np.ndarray]:
+    wide = ("batch_sizes", "busy", "wait")
+    return {k: np.zeros((0, 1) if k in wide else 0, kind) for k, kind in STEP_ARRAYS.items()}
 
 
 def _check_steps(steps: Mapping[str, np.ndarray], file: Path) -> None:

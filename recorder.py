@@ -7,6 +7,7 @@ old content or the new, never half (storage.py).
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -33,6 +34,7 @@ from configs.schema import Config, differences, from_mapping, to_mapping
 from partitioner import Partitioner
 from reader import (
     CONFIG,
+    DIVERGED,
     EPOCHS,
     FINAL,
     LOCK,
@@ -70,6 +72,7 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.batch_size = 0
         self.found: bytes | None = None
         self._lines: list[str] = []
         self._steps: list[dict[str, np.ndarray]] = []
@@ -81,26 +84,31 @@ class RunFolder:
 
         resume: `auto` continues an unfinished run, `never` refuses to touch it; overwrite: what the
         folder holds is to be deleted, which `replace` does; job: the launcher's name for all starts
-        of one command, of which only the first deletes.
+        of one command, of which only the first deletes. Afterwards `batch_size` is the global batch
+        to train with: a run of so many samples per worker goes on with that of its first start.
         """
-        self._config = to_mapping(config)
         try:
             if overwrite and job is not None and self._begun_by(job):
                 resume, overwrite = "auto", False
             replaces = overwrite and self.path.exists()
             if replaces and not (self.path / CONFIG).exists() and any(self.path.iterdir()):
                 raise UserError(f"{self.path} holds no run: --overwrite does not delete it")
-            continues = not replaces and self._continues(config, workers, resume)
+            earlier = None if replaces else self._unfinished(resume)
+            if earlier is not None:
+                if config.batch_per_worker == earlier.batch_per_worker is not None:
+                    config = dataclasses.replace(config, batch_size=earlier.batch_size)
+                self._compare(earlier, config, last_workers(self.path) in (None, workers))
+            self._config, self.batch_size = to_mapping(config), config.batch_size
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock()
         except OSError as error:
             raise UserError(f"output: cannot make {self.path}: {error.strerror}") from error
         storage.drop_temporary(self.path)
-        if not replaces and not continues:
+        if not replaces and earlier is None:
             (self.path / PROVENANCE).unlink(missing_ok=True)
         if not replaces:
             self._write_config()
-        return REPLACES if replaces else CONTINUES if continues else NEW
+        return REPLACES if replaces else NEW if earlier is None else CONTINUES
 
     def replace(self) -> None:
         """Deletes what --overwrite replaces: only now, as the new run has been found to start."""
@@ -130,6 +138,7 @@ class RunFolder:
         storage.write(self.path / EPOCHS, text.encode())
         (self.path / STEPS).unlink(missing_ok=True)
         (self.path / PREEMPTED).unlink(missing_ok=True)
+        (self.path / DIVERGED).unlink(missing_ok=True)
         if state is not None and state["steps"]:
             self._steps = [{name: tensor.cpu().numpy() for name, tensor in state["steps"].items()}]
             self._write_steps()
@@ -171,13 +180,21 @@ class RunFolder:
         """Leaves the file `preempted`: the run was asked to stop, and the next start goes on."""
         self._write_json(self.path / PREEMPTED, facts)
 
+    def mark_diverged(self, facts: Mapping[str, Any]) -> None:
+        """Leaves the file `diverged`, an end of a run like its last epoch. facts: epoch, message."""
+        self._write_json(self.path / DIVERGED, facts)
+
     def finish(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Writes final.pt, a plain state_dict, and drops the checkpoints: the run is done."""
         storage.write(self.path / FINAL, checkpoint.packed(weights))
         checkpoint.drop(self.path)
         (self.path / LOCK).unlink(missing_ok=True)
 
-    def _continues(self, config: Config, workers: int, resume: str) -> bool:
+    def _unfinished(self, resume: str) -> Config | None:
+        """The configuration of the run to go on with; None where there is no checkpoint.
+
+        Without one nothing of an earlier start is used.
+        """
         if (self.path / FINAL).exists():
             checkpoint.drop(self.path)  # killed between the two
         if is_finished(self.path):
@@ -188,11 +205,9 @@ class RunFolder:
                 f"{self.path} holds an unfinished run: --resume auto continues it, "
                 "--overwrite starts it again"
             )
-        # Without a checkpoint nothing of an earlier start is used.
-        if begun:
-            earlier = from_mapping(read_mapping(self.path / CONFIG), where=str(self.path / CONFIG))
-            self._compare(earlier, config, last_workers(self.path) in (None, workers))
-        return begun
+        if not begun:
+            return None
+        return from_mapping(read_mapping(self.path / CONFIG), where=str(self.path / CONFIG))
 
     def _begun_by(self, job: str) -> bool:
         """Whether the folder's unfinished run was begun by an earlier start of the same job."""

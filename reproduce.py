@@ -7,8 +7,8 @@
     python reproduce.py configs/experiments/paper.yaml --only 'resnet50-*/edp-sgd/*'
     python reproduce.py configs/experiments/scaling.yaml --nnodes=4 --nproc-per-node=8 …
 
-Each run is one `torchrun … trainer.py`. Given again, the same command skips what is finished and
-goes on with what was interrupted. Ctrl-C makes the present run save its state and stop; a file
+Each run is one `torchrun … trainer.py`. Given again, the same command skips what has finished or
+diverged and goes on with what was interrupted. Ctrl-C makes the present run save its state and stop; a file
 `stop` in the output folder, or --max-hours, lets it finish and starts no further one.
 """
 
@@ -29,7 +29,7 @@ from experiments.calibration import Calibrations
 from experiments.grid import Experiment, read_experiment
 from experiments.launcher import ENDING, ROOT, TORCHRUN_OPTIONS, Launcher
 from experiments.sitting import Sitting, plan, select
-from reader import EPOCHS, is_finished
+from reader import EPOCHS, has_diverged, is_finished
 from terminal import say
 
 INTERRUPTED = 130
@@ -98,6 +98,8 @@ def write_report(experiment: Experiment) -> list[str]:
             failed.append(f"{target}: {reason[0]}")
         else:
             say(f"written: {target}")
+            for note in done.stderr.splitlines():
+                say(note)
     return failed
 
 
@@ -114,8 +116,9 @@ def _reports(experiment: Experiment) -> list[tuple[str, Path, list[str]]]:
     if len({run.workers for run in experiment.runs}) > 1:
         return [("plots.scaling", output / "scaling", [])]
     predicted = ["--predictions", str(PREDICTIONS)] if PREDICTIONS.exists() else []
-    missing = [run.title for run in experiment.runs if not is_finished(run.folder)]
-    named = [f"--missing={title}" for title in missing]
+    missing = [run for run in experiment.runs if not is_finished(run.folder)]
+    diverged = {run.title: " (diverged)" for run in missing if has_diverged(run.folder)}
+    named = [f"--missing={run.title}{diverged.get(run.title, '')}" for run in missing]
     return [
         ("plots", output / "figures", []),
         ("plots.report", output / "report.html", [*predicted, *named]),

@@ -34,7 +34,7 @@ import checkpoint
 from balancer import average_buffers, typical
 from cluster import Workers, environment_rank, join, naming_lost_peers
 from configs.command_line import Launch, parse, run_folder
-from configs.errors import UserError
+from configs.errors import NotFiniteError, UserError
 from configs.schema import Config, for_workers, to_mapping
 from console import Console, epoch_line, headline, summary
 from data.pipeline import make_pipeline
@@ -139,7 +139,7 @@ class Trainer:
     def state(self) -> dict[str, Any]:
         """All that a continued run needs: whole on rank 0 alone, but all workers must call it.
 
-        Raises UserError on all workers where something in it is not finite.
+        Raises NotFiniteError on all workers where something in it is not finite.
         """
         self.guard.settle()
         parts: list[bytes] = []
@@ -215,7 +215,7 @@ class Trainer:
 
         Goes on inside the epoch where a checkpoint was loaded. save: called on all workers where a
         checkpoint is due inside the epoch. Raises Preempted on all workers where one was asked to
-        stop, and UserError where a number is not finite.
+        stop, and NotFiniteError where a number is not finite.
         """
         if not self.trained:
             self._begin(epoch)
@@ -256,7 +256,7 @@ class Trainer:
         return ended
 
     def _pauses(self, step: int) -> bool:
-        """Between two steps: whether a checkpoint is due. Raises Preempted and UserError."""
+        """Between two steps: whether a checkpoint is due. Raises Preempted and NotFiniteError."""
         self.flag.check()
         plan = self.balancer.plan
         return checkpoint.is_due(self.config.checkpoint.every, plan.epoch, step, len(plan.starts))
@@ -298,7 +298,9 @@ class Trainer:
             metrics.add(outputs, labels, loss)
         total = metrics.total(self.workers.sum)
         if not math.isfinite(total["loss"]):
-            raise UserError(f"not finite in epoch {epoch} (from 0): the loss over the test set")
+            raise NotFiniteError(
+                f"not finite in epoch {epoch} (from 0): the loss over the test set", epoch
+            )
         return total
 
     def _forward(
@@ -336,10 +338,11 @@ class Trainer:
 def train(launch: Launch, workers: Workers) -> None:
     """Trains from the last checkpoint, or from the start, to the end; rank 0 records.
 
-    Ends early, with a checkpoint and the marker `preempted`, where a worker is asked to stop.
+    Ends early, with a checkpoint and the marker `preempted`, where a worker is asked to stop; and
+    with NotFiniteError and the marker `diverged`, where a number is not finite.
     """
-    config, console = launch.config, Console(workers.is_first)
-    folder, found = _open_folder(launch, workers)
+    console = Console(workers.is_first)
+    folder, found, config = _open_folder(launch, workers)
     if found == CONTINUES and launch.overwrite:
         console.say(
             "--overwrite: done at the first start of this job, which goes on; for a new one give "
@@ -361,6 +364,10 @@ def train(launch: Launch, workers: Workers) -> None:
             request.heard.set()
             _stop(trainer, folder, request, console)
             return
+        except NotFiniteError as error:
+            facts = {"epoch": error.epoch, "message": str(error)}
+            workers.once(lambda: folder.mark_diverged(facts))
+            raise
     console.say(summary(records, facts["devices"]))
 
 
@@ -427,8 +434,8 @@ def _asked(request: Request) -> bool:
     return request.signal is not None
 
 
-def _open_folder(launch: Launch, workers: Workers) -> tuple[RunFolder, str]:
-    """The run's folder, which rank 0 alone decides and opens; and what it holds."""
+def _open_folder(launch: Launch, workers: Workers) -> tuple[RunFolder, str, Config]:
+    """The run's folder, which rank 0 alone decides and opens; what it holds; how to train."""
     config, folder = launch.config, RunFolder(run_folder(launch))
     # A launcher's restart continues the run whose start may have been told to overwrite. Where a
     # node has joined or was lost the count stays 0, and the job's name has to tell.
@@ -436,7 +443,8 @@ def _open_folder(launch: Launch, workers: Workers) -> tuple[RunFolder, str]:
     overwrite = launch.overwrite and not restarted
     resume = "auto" if restarted else launch.resume
     arguments = (config, workers.size, resume, overwrite, _job())
-    return folder, workers.once(lambda: folder.open(*arguments))
+    found, batch_size = workers.once(lambda: (folder.open(*arguments), folder.batch_size))
+    return folder, found, replace(config, batch_size=batch_size)
 
 
 def _job() -> str | None:

@@ -27,7 +27,15 @@ from experiments.grid import Experiment, PlannedRun
 from experiments.launcher import Launcher
 from experiments.prediction import Prediction, Predictor
 from experiments.progress import Progress, duration
-from reader import CONFIG, LOCK, PREEMPTED, count_epochs, is_finished, recorded_workers
+from reader import (
+    CONFIG,
+    LOCK,
+    PREEMPTED,
+    count_epochs,
+    has_diverged,
+    is_finished,
+    recorded_workers,
+)
 from recorder import MAY_DIFFER
 from stragglers import must_measure
 
@@ -57,7 +65,9 @@ def select(experiment: Experiment, patterns: Sequence[str] | None) -> list[Plann
 
 
 class Sitting:
-    """Makes the runs of an experiment that are not finished; `failed` gets a line for each failure.
+    """Makes the runs of an experiment that have not ended; `failed` gets a line for each failure.
+
+    A run that diverges has ended: made again, it would diverge again.
 
     Raises UserError where a run's folder holds another run than the one that is asked for.
     """
@@ -82,8 +92,12 @@ class Sitting:
                 self._notes.append(note)
 
     def left(self) -> list[PlannedRun]:
-        """The runs that are not finished, in order."""
-        return [run for run in self.runs if not is_finished(run.folder)]
+        """The runs that have not ended, in order."""
+        return [
+            run
+            for run in self.runs
+            if not is_finished(run.folder) and not has_diverged(run.folder)
+        ]
 
     def prediction(self, run: PlannedRun) -> Prediction:
         return self._predictor.predict(run)
@@ -106,7 +120,7 @@ class Sitting:
             left = [self._with_times(run) for run in self.left()]
             progress = Progress(sum(run.config.epochs for run in left))
             try:
-                progress.say(f"{len(self.runs) - len(left)} of {len(self.runs)} runs are finished")
+                progress.say(self._ended(len(left)))
                 if self._calibrations.elsewhere():
                     progress.say(
                         f"note: {self._calibrations.path} is of another machine; delays stay"
@@ -118,6 +132,12 @@ class Sitting:
                 progress.close()
                 # Wherever this ends: one that came too late is not for the next sitting.
                 (output / STOP).unlink(missing_ok=True)
+
+    def _ended(self, left: int) -> str:
+        ended, all_runs = len(self.runs) - left, len(self.runs)
+        diverged = [run.title for run in self.runs if has_diverged(run.folder)]
+        line = f"{ended} of {all_runs} runs are finished"
+        return f"{line}, of them diverged: {', '.join(diverged)}" if diverged else line
 
     def _make_all(self, left: Sequence[PlannedRun], progress: Progress) -> None:
         if not self._must_stop():
@@ -190,6 +210,9 @@ class Sitting:
             return
         if (run.folder / PREEMPTED).exists():
             return
+        if has_diverged(run.folder):
+            progress.say(f"{place} {run.title}: diverged after {spent}, see {log}")
+            return
         self.failed.append(f"{run.title}: exit code {code}, see {log}")
         progress.say(f"{place} {run.title}: failed after {spent}")
 
@@ -239,7 +262,8 @@ def plan(sitting: Sitting) -> str:
     for run in sitting.runs:
         done, epochs = count_epochs(run.folder), run.config.epochs
         if run.folder not in left:
-            rows.append((run.title, f"{epochs}", "finished", ""))
+            ended = "finished" if is_finished(run.folder) else "diverged"
+            rows.append((run.title, f"{done}", ended, ""))
             continue
         told = sitting.prediction(run)
         seconds = duration(_missing(told, run))

@@ -1,7 +1,7 @@
 """Stands before torchrun in tests of reproduce.py: notes the command, and leaves plausible records.
 
 The environment says what happens: FAKE_NOTES (file that gets each command line as JSON), FAKE_FAIL
-(runs with this text in their folder end with 3 after one epoch).
+(runs with this text in their folder end with 3 after one epoch), FAKE_DIVERGE (they diverge then).
 """
 
 from __future__ import annotations
@@ -31,17 +31,23 @@ def main(command: list[str]) -> int:
     sizes = ("--nproc-per-node=", "--nnodes=")
     workers = math.prod(int(w.partition("=")[2]) for w in command if w.startswith(sizes))
     config = to_mapping(for_workers(launch.config, workers))
-    fails = os.environ.get("FAKE_FAIL", " ") in str(folder)
+    fails, diverges = (
+        os.environ.get(name, " ") in str(folder) for name in ("FAKE_FAIL", "FAKE_DIVERGE")
+    )
     calibrated = [
         {"rule": index, "rank": rank, "seconds": rule["fraction"] * seconds}
         for index, rule in enumerate(config["stragglers"])
         for rank, seconds in zip(rule["ranks"], rule.get("busy_seconds", []))
     ]
-    write_records(folder, config, workers, 1 if fails else config["epochs"], 12, calibrated)
+    epochs = 1 if fails or diverges else config["epochs"]
+    write_records(folder, config, workers, epochs, 12, calibrated)
     if fails:
         (folder / "checkpoint.pt").write_bytes(b"")
         print("it broke")
         return 3
+    if diverges:
+        (folder / "diverged").write_text('{"epoch": 1, "message": "not finite"}')
+        return 2
     (folder / "checkpoint.pt").unlink(missing_ok=True)
     return 0
 

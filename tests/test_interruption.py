@@ -19,6 +19,8 @@ from processes import run_trainer
 from test_resume import LENET, READ_AHEAD, RESNET, check_equal
 from training import launch, records, run_path, train
 
+from reader import find_runs, has_diverged, read_run
+
 SOON = 40.0  # seconds; what hangs would do so for the 60 of the config's timeout
 
 
@@ -172,6 +174,7 @@ def test_what_is_not_finite_is_named_by_all_and_never_stored(tmp_path, what, ran
     state = torch.load(path / "checkpoint.pt", weights_only=True)
     assert (state["next_epoch"], state["balancer"]["next_step"]) == (1, 2)
     assert [epoch["epoch"] for epoch in records(path)] == [0]
+    assert json.loads((path / "diverged").read_text()) == {"epoch": 1, "message": message}
     check_equal(train(tmp_path, 3, **options), train(tmp_path / "undisturbed", 3, **options))
 
 
@@ -191,7 +194,11 @@ def unlucky_evaluation(*argv: str) -> None:
 def test_a_test_loss_that_is_not_finite_reaches_no_record(tmp_path):
     for outcome in launch(tmp_path, 2, target=unlucky_evaluation, limit=SOON, **LENET):
         assert outcome.code == 2 and "the loss over the test set" in outcome.output
-    assert records(run_path(tmp_path)) == []
+    path = run_path(tmp_path)
+    assert records(path) == [] and has_diverged(path)
+    assert read_run(path).epochs == [] and find_runs([tmp_path], diverged=True) == [path]
+    train(tmp_path, 2, **LENET)
+    assert not has_diverged(path)
 
 
 # --- faults while rank 0 writes ---------------------------------------------------------------

@@ -107,6 +107,24 @@ def experiment(tmp_path, monkeypatch):
 # --- what is run ----------------------------------------------------------------------------------
 
 
+def test_a_run_that_diverges_has_ended_and_is_told(experiment, monkeypatch, capsys):
+    monkeypatch.setenv("FAKE_DIVERGE", ALL[1])
+    assert experiment.call() == 0
+    assert f"{ALL[1]}: diverged after" in capsys.readouterr().out
+    assert experiment.call() == 0 and experiment.started() == ALL
+    told = capsys.readouterr().out
+    assert f"8 of 8 runs are finished, of them diverged: {ALL[1]}\n" in told
+    assert experiment.call("--dry-run") == 0
+    assert "0 of 8 runs are left" in (told := capsys.readouterr().out)
+    assert [line.split()[1:] for line in told.splitlines() if line.startswith(ALL[1])] == [
+        ["1", "diverged"]
+    ]
+    # By hand it can be tried again; the folder then holds another end.
+    (experiment.run(ALL[1]) / "diverged").unlink()
+    monkeypatch.delenv("FAKE_DIVERGE")
+    assert experiment.call() == 0 and experiment.started() == [*ALL, ALL[1]]
+
+
 def test_all_runs_are_made_in_order_and_never_again(experiment, capsys):
     assert experiment.call() == 0
     assert experiment.started() == ALL

@@ -146,6 +146,17 @@ def test_what_names_single_workers_may_change_with_their_number(tmp_path):
         assert outcome.code == 0, outcome.output
 
 
+def test_batches_per_worker_keep_their_sum_when_workers_leave(tmp_path):
+    options = {**STATIC, "epochs": 6, "batch_size": None, "batch_per_worker": 8}
+    interrupt(tmp_path, 3, "append_epoch", 2, **options)
+    interrupt(tmp_path, 2, "append_epoch", 2, **options)
+    continued = train(tmp_path, 2, **options)
+    assert len(continued.provenance["continued"]) == 2
+    # Of 104 samples in batches of 24 the last batch has 8.
+    totals = continued.steps["batch_sizes"].sum(1)
+    assert totals.tolist() == [24, 24, 24, 24, 8] * 6
+
+
 def test_a_run_without_a_checkpoint_is_begun_anew_whatever_it_was(tmp_path):
     interrupt(tmp_path, 2, "save_checkpoint", 1, **LENET)
     run = train(tmp_path, 3, **{**LENET, "optimizer__lr": 0.01, "epochs": 2})
