@@ -110,7 +110,7 @@ class Exchange(ABC):
         return torch.cat(outputs), total
 
     def _learn_apart(self, parts: int, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """The same gradient from micro-batches, made apart from the exchange and then handed over."""
+        """The same gradient from micro-batches, made apart from the exchange and handed over."""
         parameters = [p for p in self._module.parameters() if p.requires_grad]
         gradients = [torch.zeros_like(parameter) for parameter in parameters]
         outputs, total = [], torch.zeros((), device=images.device, dtype=torch.float64)
@@ -136,8 +136,8 @@ class Exchange(ABC):
     def _more_parts(self, samples: int, parts: int, usual: int, reason: str) -> int:
         if parts >= samples:
             raise UserError(
-                f"out of memory with a single sample at step {self._balancer.next_step} ({reason}): "
-                "take a smaller model or image, or leave this rank out"
+                f"out of memory with a single sample at step {self._balancer.next_step} "
+                f"({reason}): take a smaller model or image, or leave this rank out"
             )
         self._balancer.announce_cap(max(1, int(_CAP * usual * -(-samples // parts))))
         if torch.cuda.is_available():

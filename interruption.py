@@ -151,7 +151,7 @@ class FiniteGuard:
         self._values, self._meanings, self._reading, self._first = [], [], None, None
 
     def settle(self) -> None:
-        """Raises NotFiniteError on all workers, naming rank and step, for what is not finite so far.
+        """Raises NotFiniteError on all workers, naming rank and step, if anything is not finite.
 
         All must call it. Also looks at the weights and buffers, which may be about to be stored.
         """

@@ -181,7 +181,7 @@ class RunFolder:
         self._write_json(self.path / PREEMPTED, facts)
 
     def mark_diverged(self, facts: Mapping[str, Any]) -> None:
-        """Leaves the file `diverged`, an end of a run like its last epoch. facts: epoch, message."""
+        """Leaves the file `diverged`: the run has ended, with these facts (epoch, message)."""
         self._write_json(self.path / DIVERGED, facts)
 
     def finish(self, weights: Mapping[str, torch.Tensor]) -> None:

@@ -8,8 +8,8 @@
     python reproduce.py configs/experiments/scaling.yaml --nnodes=4 --nproc-per-node=8 …
 
 Each run is one `torchrun … trainer.py`. Given again, the same command skips what has finished or
-diverged and goes on with what was interrupted. Ctrl-C makes the present run save its state and stop; a file
-`stop` in the output folder, or --max-hours, lets it finish and starts no further one.
+diverged and goes on with what was interrupted. Ctrl-C makes the present run save its state and
+stop; a file `stop` in the output folder, or --max-hours, lets it finish and starts no further one.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ Real gloo processes on this machine take real DDP steps through balancer.py. Onl
 modelled: a step of worker i lasts as long as its true cost says, with 2 % jitter, so that the best
 possible step time T* is known. Reported is, per scenario and policy, the true imbalance
 max_i t_i / T* after the rebalances, the number of steps until it stays below 1.05, and from then
-on the wall time against the ideal: T* and that step's own all-reduce, which lasts from when the last
-worker is ready until every worker has the sum. T* knows neither the jitter
-nor what the balancer itself takes.
+on the wall time against the ideal: T* and that step's own all-reduce, which lasts from when the
+last worker is ready until every worker has the sum. T* knows neither the jitter nor what the
+balancer itself takes.
 
 A change of speed at the border of two epochs has targets. One amid an epoch has a target for
 rebalances every 20 steps; of one rebalance an epoch it is only reported what it does.

@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ sys.path.insert(0, str(ROOT))
 import torch
 from torch.utils.data import DataLoader
 from torchvision import datasets, transforms
+from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from benchmarks.common import arguments, finish, table
 from configs.errors import UserError
@@ -53,6 +55,7 @@ def main() -> int:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         root = options.data or _made_up(Path(folder) / "tree", images)
+        images = _at_most(root, images)
         rows = [_compared(root, folder, images, rounds, count) for count in PROCESSES]
     print(f"images/s of {images} files in batches of {BATCH}, {SIZE} pixels")
     table([{key: value for key, value in row.items() if key != "ratios"} for row in rows])
@@ -73,6 +76,14 @@ def _made_up(tree: Path, images: int) -> str:
     counts = ["--classes", "8", "--train", str(images // 8), "--sides", "375", "500"]
     subprocess.run([sys.executable, script, str(tree), *counts], check=True)
     return str(tree)
+
+
+def _at_most(root: str, images: int) -> int:
+    """So many images, or all that root/train has where those are fewer."""
+    files = (f for f in Path(root, "train").rglob("*") if f.suffix.lower() in IMG_EXTENSIONS)
+    if found := sum(1 for _ in islice(files, images)):
+        return found
+    raise UserError(f"--data: {root} is no folder with images in train/<class>/")
 
 
 def _compared(root: str, folder: str, images: int, rounds: int, processes: int) -> dict[str, Any]:
@@ -112,9 +123,7 @@ def _plain(root: str, data: Data, processes: int) -> Epoch:
     files = datasets.ImageFolder(f"{root}/train", transforms.Compose(steps))
     # The files of the other loop's subset, in its order.
     chosen = torch.utils.data.Subset(files, data.train.positions.tolist())
-    loader = DataLoader(
-        chosen, BATCH, num_workers=processes, persistent_workers=processes > 0
-    )
+    loader = DataLoader(chosen, BATCH, num_workers=processes, persistent_workers=processes > 0)
     return lambda epoch: loader
 
 

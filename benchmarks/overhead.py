@@ -12,8 +12,9 @@ ddp      the trainer's: sampler, weighted buckets, busy times, metrics, the flag
 flat     the trainer's with one all-reduce after the backward pass
 
 Fetching, augmenting and normalising images, which cost all loops the same, are left out, so the
-ratios are of the rest alone. The target is for ddp against plain. Each is the median over rounds of ratios within a round. Ratios of
-worker 0's processor time stand beside them: other programs on the machine disturb them less.
+ratios are of the rest alone. The target is for ddp against plain. Each is the median over rounds of
+ratios within a round. Ratios of worker 0's processor time stand beside them: other programs on the
+machine disturb them less.
 """
 
 from __future__ import annotations

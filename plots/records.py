@@ -13,20 +13,21 @@ import numpy as np
 
 import reader
 from configs.errors import UserError
-from reader import CONFIG, EPOCHS, PROVENANCE, STEPS, Run
+from reader import CONFIG, DIVERGED, EPOCHS, PROVENANCE, STEPS, Run
 
 Kind = TypeVar("Kind")
 
 _WARM_UP_STEPS = 3
 
 
-def read_runs(paths: Iterable[Path | str]) -> tuple[list[Run], list[str]]:
+def read_runs(paths: Iterable[Path | str], diverged: bool = False) -> tuple[list[Run], list[str]]:
     """All runs beneath `paths`, but those whose number of workers changed: a note on each of them.
 
-    Raises UserError where no run is left, or a record is damaged.
+    diverged: also those that diverged in their first epoch, which have no records. Raises UserError
+    where no run is left, or a record is damaged.
     """
     runs, notes = [], []
-    for path in reader.find_runs(paths):
+    for path in reader.find_runs(paths, diverged):
         run = reader.read_run(path)
         numbers = [workers(run), *_numbers_of_workers(run)]
         if len(set(numbers)) == 1:
@@ -53,6 +54,17 @@ def _numbers_of_workers(run: Run) -> list[int]:
 def is_finished(run: Run) -> bool:
     """Whether all epochs that the config asks for are recorded."""
     return len(run.epochs) >= setting(run, "epochs")
+
+
+def diverged_in(run: Run) -> int | None:
+    """The epoch (from 0) that a number that is not finite ended the run in; None if none did."""
+    if not reader.has_diverged(run.path):
+        return None
+    file = run.path / DIVERGED
+    epoch = _entry(reader.read_object(file), ("epoch",), file)
+    if not isinstance(epoch, int) or isinstance(epoch, bool):
+        raise UserError(f"{file}: 'epoch' is no whole number: damaged, run this seed again")
+    return epoch
 
 
 def setting(run: Run, *keys: str) -> Any:

@@ -1,4 +1,4 @@
-"""What the scaling figures share: axes, measured points, predicted bands, legend entries.
+"""What the scaling figures share: axes, measured points, predicted bands, captions, legend entries.
 
 Measured values are markers on solid lines (± 1 standard deviation over seeds where there are
 several), ideal ones dotted, predicted ones dashed with a band from the least to the most.
@@ -7,27 +7,52 @@ several), ideal ones dotted, predicted ones dashed with a band from the least to
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
 
 from plots import style
 from plots.estimates import Spread
-from plots.scaling_predictions import Costs, Network
+from plots.scaling_predictions import NO_COSTS, Costs, Network
 
-MARKERS = ("o", "s", "D", "v", "P", "X", "<", ">")
+_MARKERS = ("o", "s", "D", "v", "P", "X", "<", ">")
 BY_WORKER, BY_GLOBAL, GREY = "#7B4FA3", "#8C510A", "#777777"
 
 
-def points(axis: Axes, line: Mapping[int, Spread], cue: style.Cue, marker: str) -> None:
+def line_cue(color: str, place: int, count: int, first: int = 0) -> style.Cue:
+    """The look of line `place` of `count` that share a colour; first: place of the first marker."""
+    cue = style.worker_cue(color, place, count)
+    return replace(cue, marker=_MARKERS[(first + place) % len(_MARKERS)])
+
+
+def points(
+    axis: Axes, line: Mapping[float, Spread], cue: style.Cue, linestyle: style.LineStyle = "-"
+) -> None:
+    if not line:
+        return
     spreads = list(line.values())
     axis.errorbar(
         list(line), [s.mean for s in spreads], [s.sd or 0.0 for s in spreads], color=cue.color,
-        marker=marker, linestyle="-", capsize=3, elinewidth=1, zorder=3,
+        marker=cue.marker, linestyle=linestyle, capsize=3, elinewidth=1, zorder=3,
+    )  # fmt: skip
+
+
+def hollow(axis: Axes, x: float, y: float, cue: style.Cue) -> None:
+    """Over a point's marker: not all of its seeds stand behind it."""
+    axis.plot(x, y, cue.marker, color=cue.color, zorder=4, markerfacecolor="white")
+
+
+def cross(axis: Axes, x: float, height: float, cue: style.Cue) -> None:
+    """A × where a point has no value; height: from the axis' lower edge, 0, to its upper one, 1."""
+    axis.plot(
+        x, height, "x", color=cue.color, markersize=7, markeredgewidth=1.8,
+        transform=axis.get_xaxis_transform(),
     )  # fmt: skip
 
 
@@ -60,27 +85,38 @@ def log_values(axis: Axis, formatter: str) -> None:
     axis.set_major_formatter(formatter)
 
 
-def shade_shared(axis: Axes, costs: Costs | None, measured: int) -> None:
-    """Greys the numbers of workers up to the largest measured that share too few cores."""
-    if costs is None or costs.cores is None or measured <= costs.cores:
+def sharing(cores: float | None, most: int) -> str:
+    """What is to be said where up to `most` workers were run on cores for `cores`, else ""."""
+    if cores is None or most <= cores:
+        return ""
+    return f"more than {cores:g} workers share one machine's cores"
+
+
+def shade_shared(axis: Axes, cores: float | None, most: int) -> None:
+    """Greys the numbers of workers, up to the largest measured, that share too few cores."""
+    if not sharing(cores, most):
         return
     limits = axis.get_xlim()
-    axis.axvspan(1.2 * costs.cores, 1.12 * measured, color="#E8E8E8", zorder=0, linewidth=0)
+    axis.axvspan(1.2 * cores, 1.12 * most, color="#E8E8E8", zorder=0, linewidth=0)
     axis.set_xlim(limits)
 
 
-def caption(costs: Costs | None, network: Network | None, measured: int) -> str:
-    """What the predictions rest on."""
+def caption(costs: Costs | None, network: Network | None, cores: float | None, most: int) -> str:
+    """What the predictions rest on, and where measured workers shared cores."""
+    shared = sharing(cores, most)
     if costs is None:
-        return "no prediction: it needs runs of one worker, and of several"
+        return f"no predictions: {NO_COSTS}" + (f"; grey: {shared}" if shared else "")
     text = "predicted by the simulator from one worker's costs and "
     if network is None:
-        text += f"the all-reduce of {costs.exchanged}: bandwidth alone to latency alone"
+        text += f"the all-reduce of {costs.exchanged} workers: bandwidth alone to latency alone"
     else:
         text += f"{network.bandwidth / 1e9:g} GB/s, {1e6 * network.latency:g} µs"
-    if costs.cores is None or measured <= costs.cores:
-        return text
-    return f"{text}; grey: measured workers share {costs.cores:g} cores, predicted ones do not"
+    return text + (f"; grey: {shared}, predicted ones do not" if shared else "")
+
+
+def title(figure: Figure, *lines: str) -> None:
+    """Lines above all panels, but for empty ones."""
+    style.title(figure, *filter(None, lines))
 
 
 def handle(color: style.Color | str, label: str, marker: str, linestyle: str = "-") -> Line2D:

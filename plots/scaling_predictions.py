@@ -16,12 +16,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from plots.records import provenance, setting
-from plots.scaling_records import Family, Point, cores, on_one_machine, settled_steps
+from plots.records import provenance
+from plots.scaling_records import Family, Point, settled_steps
 from simulation.exchange import Exchange, ring
 from simulation.model import Cluster, Phase, Strategy, simulate
 
 _STEPS, _EPOCHS = 40, 6
+NO_COSTS = "they need settled steps of one worker, longer with more samples, and of several"
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,8 @@ class Network:
 class Costs:
     """Measured seconds: per sample, per step, and of an exchange among `exchanged` workers.
 
-    jitter: deviation of the log of a step's time; bytes: of all gradients; cores: of the machine
-    that all workers share, divided by the threads of one, None where they have machines of their
-    own or it is unknown.
+    jitter: deviation of the log of a step's time; bytes: of all gradients; cores: the family's, for
+    how many workers its machine has any.
     """
 
     a: float
@@ -51,7 +51,7 @@ class Costs:
 
 
 def measured_costs(family: Family) -> Costs | None:
-    """The costs of equal workers that run sync-sgd under ddp; None without runs of one worker."""
+    """The costs of equal workers that run sync-sgd under ddp; None without them: see NO_COSTS."""
     plain = [
         point
         for point in family.points
@@ -62,15 +62,18 @@ def measured_costs(family: Family) -> Costs | None:
     several = [point for point in plain if point.setting.workers > 1]
     if not alone or not several:
         return None
+    a, d, jitter = _fit(alone)
+    if a <= 0:
+        return None
     least = min(point.setting.workers for point in several)
-    first = alone[0].runs[0]
-    shared = on_one_machine(first) and cores(first) is not None
     return Costs(
-        *_fit(alone),
+        a=a,
+        d=d,
+        jitter=jitter,
         exchange=_exchange([point for point in several if point.setting.workers == least]),
         exchanged=least,
-        bytes=provenance(first, "allreduce_bytes_per_step", int),
-        cores=cores(first) / (setting(first, "threads") or 1) if shared else None,
+        bytes=provenance(alone[0].runs[0], "allreduce_bytes_per_step", int),
+        cores=family.cores,
     )
 
 

@@ -11,71 +11,60 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
 
 import numpy as np
 
-from plots.estimates import Spread
-from plots.records import column, is_finished, provenance, setting, workers
+from plots.records import column, diverged_in, is_finished, provenance, setting, workers
+from plots.scaling_seeds import Seeds, by_seed
+from plots.scaling_settings import Setting, in_words, names_apart, setting_of
 from reader import Run
 
 _WARM_UP_STEPS = 3
-RULES = ("none", "linear", "linear, warm-up")
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What the runs of one point have in common.
-
-    batch: global; rule: one of RULES; factors: how many times slower each worker is made by
-    `slowdown` rules, all 1 for equal workers; delayed: whether other delays are injected; speed,
-    rest: JSON of what else tells runs apart, as to their speed and apart from it.
-    """
-
-    model: str
-    data: str
-    precision: str
-    speed: str
-    exchange: str
-    algorithm: str
-    workers: int
-    batch: int
-    rule: str
-    factors: tuple[float, ...]
-    delayed: bool
-    epochs: int
-    rest: str
-
-    @property
-    def batch_per_worker(self) -> float:
-        return self.batch / self.workers
-
-    @property
-    def cluster(self) -> str:
-        """`equal` workers, `mixed` ones (slowdown), or those with `other` delays."""
-        if self.delayed:
-            return "other"
-        return "equal" if len(set(self.factors)) == 1 else "mixed"
 
 
 @dataclass(frozen=True)
 class Point:
-    """The runs (one per seed) of a setting, and what they say.
+    """The runs of a setting, in order of seed, and what they say.
 
-    busy_share: [n] part of a settled step in which each worker works, mean over seeds, None where
-    no full batch is behind the warm-up; diverged: seeds that did not finish or whose last loss is
-    not finite.
+    Accuracies, and times to one, are of finished runs alone.
     """
 
     setting: Setting
     runs: tuple[Run, ...]
-    busy_share: np.ndarray | None
-    diverged: int
+
+    @cached_property
+    def finished(self) -> list[Run]:
+        return [run for run in self.runs if diverged_in(run) is None and is_finished(run)]
+
+    @cached_property
+    def unfinished(self) -> list[Run]:
+        """Runs that were interrupted, or are still being made."""
+        return [run for run in self.runs if diverged_in(run) is None and not is_finished(run)]
+
+    @cached_property
+    def diverged(self) -> dict[int, int]:
+        """The epoch (from 0) that ended each seed of which no run finished."""
+        ends = [(setting(run, "seed"), diverged_in(run)) for run in self.runs]
+        return {seed: end for seed, end in ends if end is not None and seed not in self.top1}
 
     @property
-    def top1(self) -> Spread:
-        """Final test accuracy, 0..1, of the last recorded epoch."""
-        return Spread.of([float(column(run, "test_top1")[-1]) for run in self.runs])
+    def seeds(self) -> list[int]:
+        """Those that came to an end: finished or diverged."""
+        return sorted({*self.top1, *self.diverged})
+
+    @cached_property
+    def top1(self) -> Seeds:
+        """Final test accuracy, 0..1, of each seed that finished."""
+        return by_seed(self.finished, lambda run: float(column(run, "test_top1")[-1]))
+
+    @cached_property
+    def busy_share(self) -> np.ndarray | None:
+        return busy_share(self.runs)
+
+    def seconds_to(self, accuracy: float) -> Seeds:
+        """Seconds of training to a test accuracy (0..1), of each seed that reaches it."""
+        return by_seed(self.finished, lambda run: seconds_to(run, accuracy))
 
 
 @dataclass(frozen=True)
@@ -91,17 +80,6 @@ class Steps:
         return (self.busy + self.wait).max(axis=1)
 
 
-def points(runs: Iterable[Run]) -> list[Point]:
-    """One point per setting, sorted by it; the runs in order of seed."""
-    found: dict[Setting, list[Run]] = defaultdict(list)
-    for run in runs:
-        found[_setting(run)].append(run)
-    return [
-        _point(key, sorted(found[key], key=lambda run: setting(run, "seed")))
-        for key in sorted(found, key=_order)
-    ]
-
-
 @dataclass(frozen=True)
 class Family:
     """All points of one model, data set, precision and way to compute: what one figure shows."""
@@ -110,19 +88,48 @@ class Family:
     slug: str
     points: tuple[Point, ...]
 
-    def speeds(self, cluster: str, **wanted: str) -> dict[tuple[int, int], Spread]:
-        """Settled samples/s by (workers, global batch) of all runs, whatever else sets them apart.
+    def speeds(self, **wanted: str) -> dict[tuple[int, int], Seeds]:
+        """Settled samples/s by (workers, global batch) and seed, whatever else sets runs apart.
 
-        wanted: the setting's exchange or algorithm.
+        wanted: the setting's mix, exchange or algorithm; the first keeps unlike clusters apart.
         """
-        found: dict[tuple[int, int], list[float]] = defaultdict(list)
+        found: dict[tuple[int, int], list[Run]] = defaultdict(list)
         for point in self.points:
             key = point.setting
-            if key.cluster == cluster and all(getattr(key, k) == v for k, v in wanted.items()):
-                found[key.workers, key.batch] += [
-                    throughput for throughput in map(throughput_of, point.runs) if throughput
-                ]
-        return {key: Spread.of(values) for key, values in sorted(found.items()) if values}
+            if all(getattr(key, name) == value for name, value in wanted.items()):
+                found[key.workers, key.batch] += point.runs
+        speeds = {place: by_seed(found[place], throughput_of) for place in sorted(found)}
+        return {place: seeds for place, seeds in speeds.items() if seeds}
+
+    @cached_property
+    def plain(self) -> dict[tuple[int, int], Seeds]:
+        """The speeds of equal workers with sync-sgd under ddp."""
+        return self.speeds(mix="equal", exchange="ddp", algorithm="sync-sgd")
+
+    @cached_property
+    def cores(self) -> float | None:
+        """For how many workers the machine has cores on which all runs of several were made.
+
+        None where there were several machines, or GPUs, or the records do not tell.
+        """
+        runs = [run for point in self.points for run in point.runs]
+        several = [run for run in runs if workers(run) > 1]
+        counts = {cores(run) for run in several}
+        if len(counts) != 1 or None in counts or not all(map(on_one_machine, several)):
+            return None
+        # Without a setting one worker alone takes all cores, and several divide them.
+        return counts.pop() / max(provenance(run, "threads", int) for run in runs)
+
+
+def points(runs: Iterable[Run]) -> list[Point]:
+    """One point per setting, sorted by it; the runs in order of seed."""
+    found: dict[Setting, list[Run]] = defaultdict(list)
+    for run in runs:
+        found[setting_of(run)].append(run)
+    return [
+        Point(key, tuple(sorted(found[key], key=lambda run: setting(run, "seed"))))
+        for key in sorted(found)
+    ]
 
 
 def families(found: Sequence[Point]) -> list[Family]:
@@ -131,23 +138,36 @@ def families(found: Sequence[Point]) -> list[Family]:
     for point in found:
         key = point.setting
         groups[key.model, key.data, key.precision, key.speed].append(point)
+    titles = names_apart(
+        [f"{model} on {data}, {precision}" for model, data, precision, _ in groups],
+        [in_words(json.loads(speed)) for *_, speed in groups],
+    )
     names = [re.sub(r"[^A-Za-z0-9._-]+", "-", f"{key[0]}-{key[2]}") for key in groups]
-    return [
-        Family(
-            f"{model} on {data}, {precision}",
-            f"{name}-{names[:place].count(name) + 1}" if names.count(name) > 1 else name,
-            tuple(members),
-        )
-        for place, (name, ((model, data, precision, _), members)) in enumerate(
-            zip(names, groups.items())
-        )
+    slugs = [
+        f"{name}-{names[:place].count(name) + 1}" if names.count(name) > 1 else name
+        for place, name in enumerate(names)
     ]
+    return [Family(*named, tuple(own)) for *named, own in zip(titles, slugs, groups.values())]
 
 
 def throughput_of(run: Run) -> float | None:
     """Settled samples per second, None where no full batch is behind the warm-up."""
     steps = settled_steps(run)
     return setting(run, "batch_size") / float(np.median(steps.seconds)) if len(steps.busy) else None
+
+
+def busy_share(runs: Iterable[Run]) -> np.ndarray | None:
+    """[n] part of a settled step in which each worker does not wait, mean over seeds.
+
+    None where no full batch is behind the warm-up.
+    """
+    shares = by_seed(runs, _busy_share)
+    return np.mean(list(shares.values()), axis=0) if shares else None
+
+
+def _busy_share(run: Run) -> np.ndarray | None:
+    steps = settled_steps(run)
+    return np.median(steps.busy / steps.seconds[:, None], axis=0) if len(steps.busy) else None
 
 
 def settled_steps(run: Run) -> Steps:
@@ -177,52 +197,3 @@ def on_one_machine(run: Run) -> bool:
     return set(map(str, provenance(run, "devices", list))) == {"cpu"} and "--nnodes" not in str(
         run.provenance.get("command")
     )
-
-
-def _setting(run: Run) -> Setting:
-    factors, delayed = np.ones(workers(run)), False
-    for rule in setting(run, "stragglers"):
-        if rule["kind"] == "slowdown":
-            factors[list(rule["ranks"])] *= rule["factor"]
-        else:
-            delayed = True
-    schedule = setting(run, "schedule")
-    rule = "linear" if schedule.get("scale_lr") == "linear" else "none"
-    if schedule.get("warmup_epochs"):
-        rule += ", warm-up"
-    speed = {key: setting(run, key) for key in ("memory_format", "threads")}
-    speed["accumulate"] = run.config.get("accumulate", 1)
-    apart = ("data", "optimizer", "partition", "gradient_weight")
-    rest: dict[str, Any] = {key: setting(run, key) for key in apart}
-    rest["data"] = {k: v for k, v in rest["data"].items() if k not in ("root", "cache")}
-    rest["kind"] = schedule["kind"]
-    return Setting(
-        model=setting(run, "model", "name"),
-        data=setting(run, "data", "name"),
-        precision=setting(run, "precision"),
-        speed=json.dumps(speed, sort_keys=True),
-        exchange=setting(run, "exchange"),
-        algorithm=setting(run, "algorithm"),
-        workers=workers(run),
-        batch=setting(run, "batch_size"),
-        rule=rule,
-        factors=tuple(factors.tolist()),
-        delayed=delayed,
-        epochs=setting(run, "epochs"),
-        rest=json.dumps(rest, sort_keys=True),
-    )
-
-
-def _order(key: Setting) -> tuple[Any, ...]:
-    return (key.model, key.data, key.precision, key.speed, key.exchange, key.algorithm, key.rule,
-            key.factors, key.batch, key.epochs, key.rest)  # fmt: skip
-
-
-def _point(key: Setting, runs: Sequence[Run]) -> Point:
-    steps = [one for one in map(settled_steps, runs) if len(one.busy)]
-    shares = [np.median(one.busy / one.seconds[:, None], axis=0) for one in steps]
-    busy_share = np.mean(shares, axis=0) if shares else None
-    diverged = sum(
-        not is_finished(run) or not np.isfinite(column(run, "train_loss")[-1]) for run in runs
-    )
-    return Point(key, tuple(runs), busy_share, diverged)

@@ -35,7 +35,7 @@ def speeds() -> list[dict[str, Any]]:
 
 
 def drawn_cluster(workers: int, seed: int) -> Cluster:
-    """A cluster of so many workers; busy time at 128 samples is 128 / throughput, FIXED included."""
+    """A cluster of so many workers; busy time at 128 samples: 128 / throughput, FIXED included."""
     rates = np.array([row["images_per_second"] for row in speeds()])
     chosen = np.random.default_rng([workers, seed]).integers(len(rates), size=workers)
     a = 1 / rates[chosen] - FIXED / SAMPLES_PER_WORKER

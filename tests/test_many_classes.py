@@ -13,8 +13,8 @@ import pytest
 import torch
 from image_tree import config_for, opened, write_tree
 from PIL import Image
-from processes import values
-from training import launch, train
+from processes import run_trainer, run_workers, values
+from training import launch, read, train
 
 from data import make_pipeline
 from data.augment import crop_seeds
@@ -158,6 +158,25 @@ def test_a_thousand_classes_train_the_same_on_one_worker_and_on_two(thousand, tm
     one = train(tmp_path / "one", 1, **options(thousand, tmp_path / "cache", loader_workers=0))
     assert np.abs(one.flat() - two.flat()).max() < 1e-9
     assert two.column("test_loss") == pytest.approx(one.column("test_loss"), abs=1e-9)
+
+
+def test_the_configuration_for_imagenet_trains(thousand, tmp_path):
+    """ResNet50 in bf16, channels-last, with label smoothing and the warm-up; at a smaller size."""
+    line = ["--config", "imagenet-resnet50", "--output", str(tmp_path / "runs"), "device=cpu",
+            f"data.root={thousand}", f"data.cache={tmp_path / 'cache'}", "data.subset=16",
+            "data.test_subset=8", "data.image_size=64", "data.test_resize=72", "threads=1",
+            "data.loader_workers=1", "batch_per_worker=4", "accumulate=2", "epochs=1",
+            "schedule.kind=constant", "schedule.milestones=null",
+            "schedule.warmup_epochs=1"]  # fmt: skip
+    values(run_workers(tmp_path, 2, run_trainer, *line, limit=120.0))
+    run = read(tmp_path)
+    (epoch,) = run.epochs
+    assert (epoch["steps"], epoch["train_samples"], epoch["test_samples"]) == (2, 16, 8)
+    assert run.weights["fc.weight"].shape == (1000, 2048)
+    # The end of the warm-up: 0.1 for 256 samples, here of 8.
+    assert epoch["learning_rate"] == pytest.approx(0.1 * 8 / 256)
+    # Near that of guessing among a thousand: the smoothed loss starts there too.
+    assert abs(epoch["train_loss"] - np.log(1000)) < 1.5
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
