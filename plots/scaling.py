@@ -26,7 +26,7 @@ from configs.errors import UserError
 from partitioner import PlanError
 from plots import scaling_accuracy as accuracies
 from plots import scaling_exchanges, scaling_figures, scaling_tables, scaling_unequal, style
-from plots.records import read_runs
+from plots.records import diverged_in, read_runs
 from plots.scaling_predictions import NO_COSTS, Costs, Network, measured_costs
 from plots.scaling_records import Family, families, points
 from plots.scaling_seeds import spread
@@ -94,8 +94,10 @@ def _goal(family: Family) -> float | None:
 
 
 def _notes(family: Family, costs: Costs | None) -> list[str]:
-    """What a family's figures leave out."""
+    """The runs that diverged, and what a family's figures leave out."""
+    ends = [(run.path, diverged_in(run)) for point in family.points for run in point.runs]
     return [
+        *(f"{path} diverged in epoch {n} (from 0)" for path, n in ends if n is not None),
         *([f"no predictions: {NO_COSTS}"] if costs is None else []),
         *scaling_figures.notes(family),
         *scaling_exchanges.notes(family),
