@@ -92,6 +92,8 @@ def newest(
     damaged: list[str] = []
     for path in _files(folder):
         try:
+            if not path.is_file():  # reading a pipe might never end
+                raise UserError("no regular file")
             content = path.read_bytes()
             state = load(content, path, torch.device("cpu"))
         except (OSError, UserError) as error:

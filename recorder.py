@@ -112,9 +112,11 @@ class RunFolder:
 
     def replace(self) -> None:
         """Deletes what --overwrite replaces: only now, as the new run has been found to start."""
-        for file in self.path.iterdir():
+        # The configuration last: without it the folder would be taken for no run's.
+        for file in sorted(self.path.iterdir(), key=lambda file: file.name == CONFIG):
             if file.name != LOCK:
-                shutil.rmtree(file) if file.is_dir() else file.unlink()
+                folder = file.is_dir() and not file.is_symlink()
+                shutil.rmtree(file) if folder else file.unlink()
         self._write_config()
 
     def find_checkpoint(self, config: Config, workers: int) -> list[str]:

@@ -359,11 +359,12 @@ def train(launch: Launch, workers: Workers) -> None:
         workers.once(lambda: folder.write_provenance(facts))
         console.say(headline(config, facts, folder.path))
         try:
-            _run(trainer, folder, records, console)
-        except Preempted:
-            request.heard.set()
-            _stop(trainer, folder, request, console)
-            return
+            try:
+                _run(trainer, folder, records, console)
+            except Preempted:
+                request.heard.set()
+                _stop(trainer, folder, request, console)
+                return
         except NotFiniteError as error:
             facts = {"epoch": error.epoch, "message": str(error)}
             workers.once(lambda: folder.mark_diverged(facts))

@@ -221,3 +221,9 @@ def test_a_full_disk_is_told_and_leaves_what_was_there(tmp_path, method, room):
     config = resolve(from_mapping(short_config()))
     assert folder.open(config, 1, "auto", overwrite=False) == CONTINUES
     assert folder.find_checkpoint(config, 1) == [] and folder.found is not None
+
+
+def test_a_checkpoint_that_is_a_pipe_is_passed_over(tmp_path):
+    os.mkfifo(tmp_path / "checkpoint.pt")
+    with pytest.raises(UserError, match="damaged: .*checkpoint.pt"):
+        checkpoint.newest(tmp_path, lambda state: None)
