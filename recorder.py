@@ -112,9 +112,9 @@ class RunFolder:
 
     def replace(self) -> None:
         """Deletes what --overwrite replaces: only now, as the new run has been found to start."""
-        # The configuration last: without it the folder would be taken for no run's.
-        for file in sorted(self.path.iterdir(), key=lambda file: file.name == CONFIG):
-            if file.name != LOCK:
+        # The configuration is replaced: without it the folder would be taken for no run's.
+        for file in self.path.iterdir():
+            if file.name not in (LOCK, CONFIG):
                 folder = file.is_dir() and not file.is_symlink()
                 shutil.rmtree(file) if folder else file.unlink()
         self._write_config()
@@ -138,9 +138,8 @@ class RunFolder:
         self._lock_file.write("not finished\n")
         self._lock_file.flush()
         storage.write(self.path / EPOCHS, text.encode())
-        (self.path / STEPS).unlink(missing_ok=True)
-        (self.path / PREEMPTED).unlink(missing_ok=True)
-        (self.path / DIVERGED).unlink(missing_ok=True)
+        for name in (STEPS, PREEMPTED, DIVERGED):
+            (self.path / name).unlink(missing_ok=True)
         if state is not None and state["steps"]:
             self._steps = [{name: tensor.cpu().numpy() for name, tensor in state["steps"].items()}]
             self._write_steps()

@@ -116,9 +116,11 @@ def _reports(experiment: Experiment) -> list[tuple[str, Path, list[str]]]:
     if len({run.workers for run in experiment.runs}) > 1:
         return [("plots.scaling", output / "scaling", [])]
     predicted = ["--predictions", str(PREDICTIONS)] if PREDICTIONS.exists() else []
-    missing = [run for run in experiment.runs if not is_finished(run.folder)]
-    diverged = {run.title: " (diverged)" for run in missing if has_diverged(run.folder)}
-    named = [f"--missing={run.title}{diverged.get(run.title, '')}" for run in missing]
+    named = [
+        f"--missing={run.title}{' (diverged)' * has_diverged(run.folder)}"
+        for run in experiment.runs
+        if not is_finished(run.folder)
+    ]
     return [
         ("plots", output / "figures", []),
         ("plots.report", output / "report.html", [*predicted, *named]),

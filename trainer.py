@@ -359,17 +359,13 @@ def train(launch: Launch, workers: Workers) -> None:
         workers.once(lambda: folder.write_provenance(facts))
         console.say(headline(config, facts, folder.path))
         try:
-            try:
-                _run(trainer, folder, records, console)
-            except Preempted:
-                request.heard.set()
-                _stop(trainer, folder, request, console)
-                return
+            ended = _run_or_stop(trainer, folder, records, request, console)
         except NotFiniteError as error:
-            facts = {"epoch": error.epoch, "message": str(error)}
-            workers.once(lambda: folder.mark_diverged(facts))
+            end = {"epoch": error.epoch, "message": str(error)}
+            workers.once(lambda: folder.mark_diverged(end))
             raise
-    console.say(summary(records, facts["devices"]))
+    if ended:
+        console.say(summary(records, facts["devices"]))
 
 
 def _start(
@@ -388,6 +384,23 @@ def _start(
     if found == REPLACES:
         workers.once(folder.replace)
     return workers.once(lambda: folder.restore(saved))
+
+
+def _run_or_stop(
+    trainer: Trainer,
+    folder: RunFolder,
+    records: list[dict[str, Any]],
+    request: Request,
+    console: Console,
+) -> bool:
+    """Runs to the end, or to where all workers have agreed to stop; whether it was the end."""
+    try:
+        _run(trainer, folder, records, console)
+    except Preempted:
+        request.heard.set()
+        _stop(trainer, folder, request, console)
+        return False
+    return True
 
 
 def _run(

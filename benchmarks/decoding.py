@@ -20,7 +20,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,6 @@ sys.path.insert(0, str(ROOT))
 import torch
 from torch.utils.data import DataLoader
 from torchvision import datasets, transforms
-from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from benchmarks.common import arguments, finish, table
 from configs.errors import UserError
@@ -55,7 +53,7 @@ def main() -> int:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         root = options.data or _made_up(Path(folder) / "tree", images)
-        images = _at_most(root, images)
+        images = min(images, _count(root, folder))
         rows = [_compared(root, folder, images, rounds, count) for count in PROCESSES]
     print(f"images/s of {images} files in batches of {BATCH}, {SIZE} pixels")
     table([{key: value for key, value in row.items() if key != "ratios"} for row in rows])
@@ -78,20 +76,24 @@ def _made_up(tree: Path, images: int) -> str:
     return str(tree)
 
 
-def _at_most(root: str, images: int) -> int:
-    """So many images, or all that root/train has where those are fewer."""
-    files = (f for f in Path(root, "train").rglob("*") if f.suffix.lower() in IMG_EXTENSIONS)
-    if found := sum(1 for _ in islice(files, images)):
-        return found
-    raise UserError(f"--data: {root} is no folder with images in train/<class>/")
+def _config(root: str, folder: str, **more: Any) -> DataConfig:
+    return DataConfig(
+        name="image_folder", root=root, cache=f"{folder}/cache", image_size=SIZE, crop="resized",
+        **more,
+    )  # fmt: skip
+
+
+def _count(root: str, folder: str) -> int:
+    """The training images of a folder; torchvision's loop reads no archive."""
+    if not Path(root).is_dir():
+        raise UserError(f"--data: {root} is no folder: give one that holds train/<class>/")
+    config = _config(root, folder)
+    return len(open_data(config, 0, prepare(config)).train)
 
 
 def _compared(root: str, folder: str, images: int, rounds: int, processes: int) -> dict[str, Any]:
     """Both loops in turns, with so many loader processes each."""
-    config = DataConfig(
-        name="image_folder", root=root, cache=f"{folder}/cache", image_size=SIZE, crop="resized",
-        subset=images, loader_workers=processes,
-    )  # fmt: skip
+    config = _config(root, folder, subset=images, loader_workers=processes)
     data = open_data(config, 0, prepare(config))
     own, plain = _own(config, data), _plain(root, data, processes)
     seconds = [(_seconds(own, epoch), _seconds(plain, epoch)) for epoch in range(rounds + 1)][1:]

@@ -93,11 +93,7 @@ class Sitting:
 
     def left(self) -> list[PlannedRun]:
         """The runs that have not ended, in order."""
-        return [
-            run
-            for run in self.runs
-            if not is_finished(run.folder) and not has_diverged(run.folder)
-        ]
+        return [run for run in self.runs if not _has_ended(run)]
 
     def prediction(self, run: PlannedRun) -> Prediction:
         return self._predictor.predict(run)
@@ -262,7 +258,7 @@ def plan(sitting: Sitting) -> str:
     for run in sitting.runs:
         done, epochs = count_epochs(run.folder), run.config.epochs
         if run.folder not in left:
-            ended = "finished" if is_finished(run.folder) else "diverged"
+            ended = "diverged" if has_diverged(run.folder) else "finished"
             rows.append((run.title, f"{done}", ended, ""))
             continue
         told = sitting.prediction(run)
@@ -273,6 +269,10 @@ def plan(sitting: Sitting) -> str:
     seconds = sitting.seconds_left(sitting.left())
     lines.append(f"{len(left)} of {len(sitting.runs)} runs are left: {duration(seconds)}")
     return "\n".join(lines)
+
+
+def _has_ended(run: PlannedRun) -> bool:
+    return is_finished(run.folder) or has_diverged(run.folder)
 
 
 def _missing(told: Prediction, run: PlannedRun) -> float | None:

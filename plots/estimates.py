@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 CONFIDENCE = 0.95
+# Stands in tables for a number that is not known.
+UNKNOWN = "–"
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,12 @@ _NOT_IDENTITY = (
     "algorithm", "seed", "partition", "gradient_weight", "output", "timeout", "checkpoint"
 )  # fmt: skip
 _DATA_PLACES = ("root", "cache", "memory_limit_gib")
+_BOUNDS = ("every", "min_batch", "max_batch")
+# The keys of `partition` that a policy looks at.
+POLICY_KEYS = {
+    "proportional": _BOUNDS, "affine": (*_BOUNDS, "min_gain"), "static": ("shares",),
+    "replay": ("replay",),
+}  # fmt: skip
 # Calibrated delays that differ by a larger factor are worth a note.
 _ALIKE = 1.05
 
@@ -160,6 +166,11 @@ def _slugs(families: list[list[Run]]) -> list[str]:
         f"{name}-{workers(family[0])}-workers" if names.count(name) > 1 else name
         for name, family in zip(names, families)
     ]
+    return numbered(names)
+
+
+def numbered(names: Sequence[str]) -> list[str]:
+    """The names; those that several bear with a number behind them."""
     return [
         f"{name}-{names[:i].count(name) + 1}" if names.count(name) > 1 else name
         for i, name in enumerate(names)
@@ -246,16 +257,11 @@ def _settings(run: Run) -> dict[str, Any]:
     if algorithm not in ALGORITHMS:
         raise UserError(f"{run.path / CONFIG}: unknown algorithm '{algorithm}'")
     policy = setting(run, "partition", "policy")
-    bounds = ("every", "min_batch", "max_batch")
-    relevant = {
-        "proportional": bounds, "affine": (*bounds, "min_gain"), "static": ("shares",),
-        "replay": ("replay",),
-    }  # fmt: skip
     return {
         "algorithm": algorithm,
         "policy": policy,
         "weight": setting(run, "gradient_weight"),
-        **{key: setting(run, "partition", key) for key in relevant.get(policy, ())},
+        **{key: setting(run, "partition", key) for key in POLICY_KEYS.get(policy, ())},
     }
 
 

@@ -150,13 +150,19 @@ def warm_steps(runs: Iterable[Run], name: str) -> np.ndarray:
     """
     parts = []
     for run in runs:
-        epoch, values = run.steps["epoch"], run.steps[name]
-        if values.shape != (len(epoch), workers(run)):
+        values = run.steps[name]
+        if values.shape != (len(run.steps["epoch"]), workers(run)):
             raise UserError(f"{run.path / STEPS}: '{name}' is not [steps, workers]: run this again")
-        starts = np.flatnonzero(np.diff(epoch, prepend=-1))
-        position = np.arange(len(epoch)) - np.repeat(starts, np.diff([*starts, len(epoch)]))
-        parts.append(values[position >= _WARM_UP_STEPS].astype(float))
+        parts.append(values[is_warm(run)].astype(float))
     return np.concatenate(parts)
+
+
+def is_warm(run: Run) -> np.ndarray:
+    """[S] of each step whether it is behind its epoch's warm-up."""
+    epoch = run.steps["epoch"]
+    starts = np.flatnonzero(np.diff(epoch, prepend=-1))
+    place = np.arange(len(epoch)) - np.repeat(starts, np.diff([*starts, len(epoch)]))
+    return place >= _WARM_UP_STEPS
 
 
 def last_half(values: np.ndarray) -> np.ndarray:

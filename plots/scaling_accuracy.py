@@ -22,7 +22,6 @@ from plots.scaling_axes import (
     log_values,
     points,
     sharing,
-    title,
 )
 from plots.scaling_records import Family, Point
 from plots.scaling_seeds import scaled, spread
@@ -90,8 +89,10 @@ def by_rule(trained: Sequence[Point]) -> dict[str, dict[str, Line]]:
 def by_workers(trained: Sequence[Point]) -> dict[str, Line]:
     """By what they share, in words, and workers: trainings on several numbers of equal workers."""
     found: dict[tuple[Any, ...], Line] = {}
-    for point in _equal(trained):
+    for point in trained:
         key = point.setting
+        if not key.plain:
+            continue
         shared = key.batch_per_worker, key.epochs, key.rule, key.ramp, key.rest
         found.setdefault(shared, {})[key.workers] = point
     lines = {shared: line for shared, line in sorted(found.items()) if len(line) > 1}
@@ -104,14 +105,6 @@ def by_workers(trained: Sequence[Point]) -> dict[str, Line]:
         ],
     )  # fmt: skip
     return {text: dict(sorted(line.items())) for text, line in zip(texts, lines.values())}
-
-
-def _equal(trained: Sequence[Point]) -> list[Point]:
-    return [
-        point
-        for point in trained
-        if (point.setting.cluster, point.setting.algorithm) == ("equal", "sync-sgd")
-    ]
 
 
 def _commonest(found: Sequence[Point], kind: Callable[[Setting], Any]) -> list[Point]:
@@ -143,7 +136,7 @@ def time_to_accuracy(family: Family, accuracy: float | None) -> Figure | None:
         axis.set_title(text, loc="left")
     axes[0].set_ylabel(f"training time ({unit})")
     log_values(axes[0].yaxis, "{x:g}")
-    title(
+    style.title(
         figure, f"{family.title}: training time to {100 * accuracy:g} % of the test set",
         "mean ± 1 sd over the seeds that reach it; hollow: not all do; × at the upper edge: none",
         sharing(family.cores, max(point.setting.workers for point in trained)),
@@ -171,7 +164,7 @@ def accuracy_by_batch(family: Family) -> Figure | None:
         log_axis(axis.xaxis, sorted({x for line, _ in lines.values() for x in line}), label)
         axis.set_title(text, loc="left")
     axes[0].set_ylabel("final test top-1 (%)")
-    title(
+    style.title(
         figure, f"{family.title}: accuracy and global batch",
         "mean ± 1 sd over the seeds that finish; hollow: some diverge; × at the lower edge: all do",
         _PUBLISHED,
@@ -188,7 +181,7 @@ def _panels(
     cues = style.variant_cues(point.setting.algorithm for point in trained)
     rules = {
         _RULE_TEXTS[rule]: (line, _RULE_CUES[rule])
-        for rule, lines in by_rule(_equal(trained)).items()
+        for rule, lines in by_rule([point for point in trained if point.setting.plain]).items()
         for line in lines.values()
     }
     panels = [(equal, batch, rules)]

@@ -12,7 +12,6 @@ from dataclasses import replace
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
@@ -112,11 +111,6 @@ def caption(costs: Costs | None, network: Network | None, cores: float | None, m
     else:
         text += f"{network.bandwidth / 1e9:g} GB/s, {1e6 * network.latency:g} µs"
     return text + (f"; grey: {shared}, predicted ones do not" if shared else "")
-
-
-def title(figure: Figure, *lines: str) -> None:
-    """Lines above all panels, but for empty ones."""
-    style.title(figure, *filter(None, lines))
 
 
 def handle(color: style.Color | str, label: str, marker: str, linestyle: str = "-") -> Line2D:

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from plots import style
 from plots.estimates import ratio
 from plots.records import setting, workers
-from plots.scaling_axes import GREY, sharing, title
+from plots.scaling_axes import GREY, sharing
 from plots.scaling_records import Family, throughput_of
 from plots.scaling_seeds import Seeds, by_seed, spread
 from reader import Run
@@ -43,7 +43,7 @@ def comparisons(family: Family) -> list[Comparison]:
     found: dict[tuple, dict[tuple[int, str], list[Run]]] = defaultdict(lambda: defaultdict(list))
     for point in family.points:
         key = point.setting
-        if (key.cluster, key.algorithm) != ("equal", "sync-sgd") or key.workers == 1:
+        if not key.plain or key.workers == 1:
             continue
         alike = replace(key, exchange="", batch=0, kinds=(), slowed=())
         for run in point.runs:
@@ -104,7 +104,7 @@ def exchanges(family: Family) -> Figure | None:
     axis.set_xlabel("workers (one exchanges nothing)")
     axis.set_ylabel("throughput (samples/s)")
     axis.yaxis.set_major_formatter("{x:,.0f}")
-    title(
+    style.title(
         figure, f"{family.title}: ways to exchange gradients",
         f"{shown.batch_per_worker:g} samples per worker; mean ± 1 sd over seeds",
         sharing(family.cores, max(bars)),

@@ -23,7 +23,6 @@ from plots.scaling_axes import (
     log_values,
     points,
     shade_shared,
-    title,
 )
 from plots.scaling_predictions import Costs, Network, predicted
 from plots.scaling_records import Family
@@ -121,7 +120,7 @@ def scaling(family: Family, costs: Costs | None, network: Network | None) -> Fig
     _scaling_axes(axes, numbers)
     for axis in axes.flat:
         shade_shared(axis, family.cores, max(measured))
-    title(
+    style.title(
         figure, f"{family.title}: scaling out on equal workers",
         "mean ± 1 sd over seeds; speed-up and efficiency: over each line's least number of workers",
         caption(costs, network, family.cores, max(measured)),

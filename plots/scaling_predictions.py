@@ -55,9 +55,8 @@ def measured_costs(family: Family) -> Costs | None:
     plain = [
         point
         for point in family.points
-        if point.setting.cluster == "equal" and point.setting.algorithm == "sync-sgd"
-        and point.setting.exchange == "ddp" and point.busy_share is not None
-    ]  # fmt: skip
+        if point.setting.plain and point.setting.exchange == "ddp" and point.busy_share is not None
+    ]
     alone = [point for point in plain if point.setting.workers == 1]
     several = [point for point in plain if point.setting.workers > 1]
     if not alone or not several:

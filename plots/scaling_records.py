@@ -15,12 +15,19 @@ from functools import cached_property
 
 import numpy as np
 
-from plots.records import column, diverged_in, is_finished, provenance, setting, workers
+from plots.grouping import numbered
+from plots.records import (
+    column,
+    diverged_in,
+    is_finished,
+    is_warm,
+    provenance,
+    setting,
+    workers,
+)
 from plots.scaling_seeds import Seeds, by_seed
 from plots.scaling_settings import Setting, in_words, names_apart, setting_of
 from reader import Run
-
-_WARM_UP_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -88,10 +95,10 @@ class Family:
     slug: str
     points: tuple[Point, ...]
 
-    def speeds(self, **wanted: str) -> dict[tuple[int, int], Seeds]:
+    def speeds(self, **wanted: str | bool) -> dict[tuple[int, int], Seeds]:
         """Settled samples/s by (workers, global batch) and seed, whatever else sets runs apart.
 
-        wanted: the setting's mix, exchange or algorithm; the first keeps unlike clusters apart.
+        wanted: values of the setting's attributes; mix or plain keep unlike clusters apart.
         """
         found: dict[tuple[int, int], list[Run]] = defaultdict(list)
         for point in self.points:
@@ -104,7 +111,7 @@ class Family:
     @cached_property
     def plain(self) -> dict[tuple[int, int], Seeds]:
         """The speeds of equal workers with sync-sgd under ddp."""
-        return self.speeds(mix="equal", exchange="ddp", algorithm="sync-sgd")
+        return self.speeds(plain=True, exchange="ddp")
 
     @cached_property
     def cores(self) -> float | None:
@@ -143,11 +150,8 @@ def families(found: Sequence[Point]) -> list[Family]:
         [in_words(json.loads(speed)) for *_, speed in groups],
     )
     names = [re.sub(r"[^A-Za-z0-9._-]+", "-", f"{key[0]}-{key[2]}") for key in groups]
-    slugs = [
-        f"{name}-{names[:place].count(name) + 1}" if names.count(name) > 1 else name
-        for place, name in enumerate(names)
-    ]
-    return [Family(*named, tuple(own)) for *named, own in zip(titles, slugs, groups.values())]
+    named = zip(titles, numbered(names), groups.values())
+    return [Family(title, slug, tuple(own)) for title, slug, own in named]
 
 
 def throughput_of(run: Run) -> float | None:
@@ -172,11 +176,8 @@ def _busy_share(run: Run) -> np.ndarray | None:
 
 def settled_steps(run: Run) -> Steps:
     """The settled steps of a run; none where its epochs are too short."""
-    epoch, sizes = run.steps["epoch"], run.steps["batch_sizes"].sum(axis=1)
-    starts = np.flatnonzero(np.diff(epoch, prepend=-1))
-    place = np.arange(len(epoch)) - np.repeat(starts, np.diff([*starts, len(epoch)]))
-    kept = (place >= _WARM_UP_STEPS) & (sizes == setting(run, "batch_size"))
-    kept &= epoch >= len(run.epochs) // 2
+    full = run.steps["batch_sizes"].sum(axis=1) == setting(run, "batch_size")
+    kept = is_warm(run) & full & (run.steps["epoch"] >= len(run.epochs) // 2)
     return Steps(*(run.steps[name][kept].astype(float) for name in ("busy", "wait")))
 
 

@@ -13,18 +13,13 @@ from typing import Any
 
 from configs.schema import ALGORITHMS, PartitionConfig, from_mapping, resolve, to_mapping
 from plots.delays import delay_level
+from plots.grouping import POLICY_KEYS
 from plots.records import provenance, workers
 from reader import Run
 
 RULES = ("none", "linear", "linear, warm-up")
 
 _PARTS = {Fraction(1): "all", Fraction(1, 2): "half"}
-_BOUNDS = ("every", "min_batch", "max_batch")
-# What a policy looks at.
-_RELEVANT = {
-    "proportional": _BOUNDS, "affine": (*_BOUNDS, "min_gain"), "static": ("shares",),
-    "replay": ("replay",),
-}  # fmt: skip
 
 
 @dataclass(frozen=True, order=True)
@@ -67,6 +62,11 @@ class Setting:
         if self.delays:
             return "other"
         return "equal" if len(set(self.kinds)) == 1 and set(self.slowed) == {1.0} else "mixed"
+
+    @property
+    def plain(self) -> bool:
+        """Whether equal workers run sync-sgd, with nothing that is not as that has it."""
+        return (self.cluster, self.algorithm) == ("equal", "sync-sgd")
 
     @property
     def mix(self) -> str:
@@ -157,7 +157,7 @@ def _method(config: Mapping[str, Any]) -> str:
     usual = dataclasses.asdict(PartitionConfig())
     policy, weight = ALGORITHMS[algorithm]
     parts = [partition["policy"]] if partition["policy"] != policy else []
-    for key in _RELEVANT.get(partition["policy"], ()):
+    for key in POLICY_KEYS.get(partition["policy"], ()):
         if partition[key] != usual[key]:
             parts.append(f"{key} {_text(partition[key])}")
     if config["gradient_weight"] != weight:

@@ -8,13 +8,11 @@ from typing import Any
 
 from plots import scaling_accuracy as accuracies
 from plots import scaling_exchanges
-from plots.estimates import Ratio, Spread, percent_text, ratio, ratio_text
+from plots.estimates import UNKNOWN, Ratio, Spread, percent_text, ratio, ratio_text
 from plots.scaling_predictions import Costs, Network, predicted
 from plots.scaling_records import Family, Point
 from plots.scaling_seeds import Seeds, spread
 from plots.scaling_settings import in_words, names_apart
-
-_UNKNOWN = "–"
 
 
 def record(
@@ -227,11 +225,11 @@ def _trained(found: dict[str, Any]) -> list[str]:
 
 
 def _trained_row(row: dict[str, Any], rate: str) -> list[str]:
-    top1 = _UNKNOWN if row["top1"] is None else percent_text(Spread(row["top1"], row["top1_sd"]))
+    top1 = UNKNOWN if row["top1"] is None else percent_text(Spread(row["top1"], row["top1_sd"]))
     return [
         row["cluster"], row["algorithm"], f"{row['workers']}", f"{row['batch']:,}", rate,
         f"{row['epochs']}", _seeds(row), top1,
-        ", ".join(_UNKNOWN if s is None else f"{s:.1f}" for s in row["seconds_to_goal"]),
+        ", ".join(UNKNOWN if s is None else f"{s:.1f}" for s in row["seconds_to_goal"]),
     ]  # fmt: skip
 
 
@@ -253,13 +251,13 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _ratio(found: dict[str, Any] | None, key: str = "value") -> str:
     if found is None:
-        return _UNKNOWN
+        return UNKNOWN
     return ratio_text(Ratio(found[key], found["interval"], found["n"], found["paired"]))
 
 
 def _percent(found: dict[str, Any] | None) -> str:
     if found is None:
-        return _UNKNOWN
+        return UNKNOWN
     text = f"{100 * found['value']:.0f} %"
     if found["interval"] is None:
         return text

@@ -20,7 +20,6 @@ from plots.scaling_axes import (
     points,
     shade_shared,
     sharing,
-    title,
 )
 from plots.scaling_figures import Line, lines_by_worker
 from plots.scaling_predictions import Costs, Network, predicted
@@ -62,7 +61,7 @@ def mixed(family: Family, costs: Costs | None, network: Network | None) -> Figur
                 _panel(axis, mix, size, costs, network, cues)
                 shade_shared(axis, family.cores, max(mix.factors))
         row[0].set_ylabel("throughput (samples/s)")
-    title(figure, f"{family.title}: workers of unequal speed", "mean ± 1 sd over seeds",
+    style.title(figure, f"{family.title}: workers of unequal speed", "mean ± 1 sd over seeds",
           caption(costs, network, family.cores, most))  # fmt: skip
     handles = [handle(cue.color, name, cue.marker) for name, cue in cues.items()]
     kinds = kind_handles(True, "sum of all speeds") if costs is not None else []
@@ -156,7 +155,7 @@ def busy_shares(family: Family) -> Figure | None:
     axis.set_xlabel("workers × mean samples per worker")
     axis.set_ylabel("working or artificially delayed (% of a step)")
     shared = sharing(family.cores, max(bar.workers for bar in shown))
-    title(
+    style.title(
         figure, f"{family.title}: working or artificially delayed, not waiting",
         "markers: each worker, in order of rank; bars: their mean; a slowdown's sleep is busy time",
         "; ".join(f"{name}: {mix}" for mix, name in short.items()),

@@ -168,9 +168,9 @@ def markers_at(points: int, line: int, wanted: int = 8) -> tuple[int, int]:
 
 
 def title(made: Figure, *lines: str) -> None:
-    """Lines above all panels, broken where they are wider than the figure."""
+    """Lines above all panels but for empty ones, broken where they are wider than the figure."""
     width = letters(POINTS_PER_INCH * made.get_figwidth(), RC["figure.titlesize"])
-    made.suptitle("\n".join(textwrap.fill(line, width) for line in lines))
+    made.suptitle("\n".join(textwrap.fill(line, width) for line in lines if line))
 
 
 def legend(made: Figure, handles: Sequence[Artist]) -> None:

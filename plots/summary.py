@@ -10,12 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from configs.errors import UserError
-from plots.estimates import Ratio, Spread, percent_text, ratio, seconds_text
+from plots.estimates import UNKNOWN, Ratio, Spread, percent_text, ratio, seconds_text
 from plots.grouping import BASELINE, Experiment, Variant, Workload
 from plots.records import column, last_half, setting
 from reader import EPOCHS, Run
 
-UNKNOWN = "–"
 _NOTE_SPREAD = "± is one standard deviation (n − 1) over the seeds."
 _NOTE_COLUMNS = (
     "Training time per epoch is the whole training time divided by the epochs, without evaluation; "
