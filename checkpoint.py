@@ -63,9 +63,9 @@ def save(folder: Path, state: Mapping[str, Any], keep: int) -> None:
     for number in numbers:
         place = folder / _name(number)
         if number + 1 < keep:
-            place.rename(folder / _name(number + 1))
+            storage.replace(place, folder / _name(number + 1))
         elif number > 0:
-            place.unlink()
+            storage.remove(place)
     storage.replace(temporary, folder / NEWEST)
 
 
@@ -77,7 +77,7 @@ def exists(folder: Path) -> bool:
 def drop(folder: Path) -> None:
     """Deletes all checkpoints of a run's folder."""
     for number in _numbers(folder):
-        (folder / _name(number)).unlink()
+        storage.remove(folder / _name(number))
 
 
 def newest(

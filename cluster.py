@@ -10,14 +10,19 @@ and groups with time limits of their own, which Horovod has not.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import signal
 import socket
+import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,9 +33,17 @@ from torch import nn
 import horovod_library
 from configs.errors import UserError
 
-# Downloading, unpacking or decoding a data set may take far longer than any step.
-_PREPARATION_LIMIT = timedelta(hours=24)
+# Seconds between two signs of life while workers wait for work that may take hours.
+_SIGN_OF_LIFE = 0.5
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Preempted(Exception):
+    """All workers have agreed to stop here."""
+
+
+class _Interrupted(BaseException):
+    """Ends work on this worker; no Exception, so that it is not taken for a fault of that work."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +108,9 @@ class Workers:
         dist.gather(mine, rows, dst=0, group=self.control)
         return [row[:length].numpy().tobytes() for row, length in zip(rows or [], lengths)]
 
-    def gather_json(self, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    def gather_json(self, value: Any) -> list[Any]:
         """A JSON-able value from each worker, in rank order, on every worker."""
-        return [json.loads(text) for text in self._gather_bytes(json.dumps(value).encode(), group)]
+        return [json.loads(text) for text in self._gather_bytes(json.dumps(value).encode())]
 
     def broadcast_bytes(self, content: bytes | None) -> bytes | None:
         """Rank 0's bytes (or None) on every worker."""
@@ -111,18 +124,22 @@ class Workers:
         dist.broadcast(buffer, src=0, group=self.control)
         return buffer.numpy().tobytes()
 
-    def once_per_node(self, work: Callable[[], Any]) -> Any:
-        """Runs `work` on one worker of each node while the others wait.
+    def once_per_node(
+        self, work: Callable[[], Any], asked_to_stop: Callable[[], bool] = lambda: False
+    ) -> Any:
+        """Runs `work` on one worker of each node while the others wait, however long it takes.
 
         Returns its JSON-able result on all workers of the node. A UserError on any node is raised
-        on all workers.
+        on all workers, and Preempted where one was asked to stop; both end the work on the others.
+        To be called in the main thread. A worker that is lost is an error within the timeout.
         """
-        patient = dist.new_group(backend="gloo", timeout=_PREPARATION_LIMIT)
-        return self._elected(work, self.rank - self.local_rank, patient)
+        job = _WatchedWork(self, asked_to_stop)
+        outcome = job.run(work) if self.local_rank == 0 else job.wait()
+        return self._shared(outcome, self.rank - self.local_rank)
 
     def once(self, work: Callable[[], Any]) -> Any:
         """Runs `work` on rank 0 alone; its JSON-able result, or its UserError, reaches all."""
-        return self._elected(work, 0, self.control)
+        return self._shared(_outcome(work) if self.is_first else {}, 0)
 
     def check_replicas(self, module: nn.Module) -> None:
         """Raises RuntimeError naming the ranks whose parameters or buffers differ from rank 0's."""
@@ -131,28 +148,103 @@ class Workers:
         if different:
             raise RuntimeError(f"the weights of ranks {different} differ from those of rank 0")
 
-    def _elected(self, work: Callable[[], Any], leader: int, group: dist.ProcessGroup) -> Any:
-        outcome: dict[str, Any] = {}
-        if self.rank == leader:
-            try:
-                outcome["value"] = work()
-            except UserError as error:
-                outcome["error"] = str(error)
-        outcomes = self.gather_json(outcome, group)
+    def _shared(self, outcome: Mapping[str, Any], leader: int) -> Any:
+        """The leader's value; raises what any worker's work has ended with."""
+        outcomes = self.gather_json(outcome)
         for other in outcomes:
             if "error" in other:
                 raise UserError(other["error"])
         return outcomes[leader]["value"]
 
-    def _gather_bytes(self, content: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
-        group = group or self.control
+    def _gather_bytes(self, content: bytes) -> list[bytes]:
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(lengths, torch.tensor([len(content)]), group=group)
+        dist.all_gather(lengths, torch.tensor([len(content)]), group=self.control)
         longest = max(int(length) for length in lengths)
         mine = torch.frombuffer(bytearray(content.ljust(longest)), dtype=torch.uint8)
         rows = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(rows, mine, group=group)
+        dist.all_gather(rows, mine, group=self.control)
         return [row.numpy().tobytes()[: int(n)] for row, n in zip(rows, lengths)]
+
+
+def _outcome(work: Callable[[], Any]) -> dict[str, Any]:
+    """What `work` returns, as `value`, or the text of its UserError."""
+    try:
+        return {"value": work()}
+    except UserError as error:
+        return {"error": str(error)}
+
+
+class _WatchedWork:
+    """Long work on some workers, all of which learn twice a second how the others fare.
+
+    The signs of life go round in a thread of their own where the main thread works. It is the main
+    thread that works, so that an exception, by way of a signal, can end what it does.
+    """
+
+    INTERRUPTION = signal.SIGUSR2
+
+    def __init__(self, workers: Workers, asked_to_stop: Callable[[], bool]) -> None:
+        self._workers, self._asked = workers, asked_to_stop
+        self._done, self._failed, self._interrupted = threading.Event(), False, False
+        self._lock = threading.Lock()
+        self._end: BaseException | None = None
+
+    def wait(self) -> dict[str, Any]:
+        """On a worker that has no work; what `run` says, or raises, without an outcome."""
+        self._done.set()
+        self._watch()
+        if self._end is not None:
+            raise self._end
+        return {}
+
+    def run(self, work: Callable[[], Any]) -> dict[str, Any]:
+        """The outcome of `work`; none where another worker's has failed. Raises Preempted."""
+        before = signal.signal(self.INTERRUPTION, self._interrupt)
+        watch = threading.Thread(target=self._watch, daemon=True)
+        watch.start()
+        outcome: dict[str, Any] = {}
+        try:
+            outcome = self._guarded(work)
+            watch.join()
+        except _Interrupted:
+            pass
+        finally:
+            with self._lock:
+                self._done.set()  # whatever has ended the work: from here on no interruption
+            signal.signal(self.INTERRUPTION, before)
+        if self._end is not None:
+            raise self._end
+        return outcome
+
+    def _guarded(self, work: Callable[[], Any]) -> dict[str, Any]:
+        outcome = _outcome(work)
+        with self._lock:
+            self._failed = "error" in outcome
+            if not self._interrupted:
+                self._done.set()
+        while self._interrupted:  # the signal is on its way, and must not arrive any later
+            time.sleep(0.01)
+        return outcome
+
+    def _watch(self) -> None:
+        """Goes round until all are done, or one has failed or was asked to stop."""
+        try:
+            done = asked = failed = np.zeros(1)
+            while not (done.all() or asked.any() or failed.any()):
+                self._done.wait(_SIGN_OF_LIFE)
+                mine = np.array([self._done.is_set(), self._asked(), self._failed])
+                done, asked, failed = self._workers.gather(mine).T
+            if asked.any():
+                self._end = Preempted()
+        except Exception as error:  # of a lost peer: raised where the work is
+            self._end = error
+        with self._lock:
+            if not self._done.is_set():
+                self._interrupted = True
+                signal.pthread_kill(threading.main_thread().ident, self.INTERRUPTION)
+
+    def _interrupt(self, number: int, frame: Any) -> None:
+        raise _Interrupted
 
 
 def checksum(module: nn.Module) -> int:
@@ -226,6 +318,22 @@ def naming_lost_peers(timeout: float) -> Iterator[None]:
             f"one of them has ended, or did not answer within the timeout of {timeout:g} s. Its "
             "own output says why; the same command goes on from the last checkpoint"
         ) from error
+
+
+def launcher_process() -> str | None:
+    """A name of the torchrun process that has started this worker, which no other one has had.
+
+    None without torchrun. It is the same in all workers that one torchrun starts, also later.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    parent, began = os.getppid(), ""
+    with suppress(OSError):  # macOS has no such file
+        # Numbers of processes are used again; their starts, in clock ticks, tell them apart.
+        fields = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()
+        began = fields[19]
+    name = f"{socket.gethostname()} {parent} {began}"
+    return hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
 
 
 def environment_rank() -> str:

@@ -10,11 +10,10 @@ from typing import Any, TypeVar
 from tqdm import tqdm
 
 from configs.schema import Config
+from record_form import PHASES
 from terminal import say
 
 Item = TypeVar("Item")
-
-_PHASES = ("data", "forward", "backward", "delay", "wait", "step")
 
 
 class Console:
@@ -92,11 +91,11 @@ def _milliseconds(seconds: float | None, digits: int) -> str:
 def summary(records: Sequence[Mapping[str, Any]], devices: Sequence[str]) -> str:
     """The run's table: each worker's phases in milliseconds per step, in the last epoch."""
     last = records[-1]
-    head = ["worker", "device", "batch", "share", "busy", *_PHASES]
+    head = ["worker", "device", "batch", "share", "busy", *PHASES]
     rows = [
         [str(rank), device, str(last["batch_sizes"][rank]), f"{last['shares'][rank]:.3f}"]
         + [_milliseconds(last["busy"]["mean"][rank], 2)]
-        + [_milliseconds(last["phases"][phase][rank], 2) for phase in _PHASES]
+        + [_milliseconds(last["phases"][phase][rank], 2) for phase in PHASES]
         # Those of the last epoch, if the run's end has seen another number of workers.
         for rank, device in enumerate(devices[: len(last["shares"])])
     ]

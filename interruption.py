@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cluster import Workers
+from cluster import Preempted, Workers
 from configs.errors import NotFiniteError
 
 Item = TypeVar("Item")
@@ -30,10 +30,6 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 PATIENCE = 18.0
 # Seconds between two looks at the flag, and the most steps between them.
 PERIOD, MOST_STEPS = 0.2, 16
-
-
-class Preempted(Exception):
-    """All workers have agreed to stop here, between two steps."""
 
 
 # --- signals ----------------------------------------------------------------------------------
@@ -172,7 +168,7 @@ class FiniteGuard:
             if place is not None and place[:2] == [epoch, step]
         ]
         raise NotFiniteError(
-            f"not finite in epoch {epoch}, step {step} (both from 0): {', '.join(first)}. The last "
+            f"not finite in epoch {epoch}, step {step} (both from 0): {', '.join(first)}. Any "
             "checkpoint is from before: lower optimizer.lr, or look at the data of that step",
             epoch,
         )

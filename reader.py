@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 import checkpoint
+import record_form
 from configs.errors import UserError
 from configs.files import JSON_BYTES, parse_json, read_mapping, read_text, refuse_compressed
 from configs.filling import printable
@@ -99,21 +100,27 @@ def recorded_workers(path: Path) -> int | None:
     if not file.exists():
         return None
     workers = read_object(file).get("world_size")
-    if not _is_count(workers):
+    if not record_form.is_count(workers):
         raise UserError(f"{file} has no number of workers: put it back, or remove the folder")
     return workers
 
 
 def last_workers(path: Path) -> int | None:
     """The number of workers of a run's last start; None where it has not got so far."""
+    starts = all_starts(path)
+    return starts[-1].get("world_size") if starts else None
+
+
+def all_starts(path: Path) -> list[dict[str, Any]]:
+    """What provenance.json holds of each start of a run, the first one first; none without it."""
     file = path / PROVENANCE
     if not file.exists():
-        return None
-    facts = read_object(file)
-    later = facts.get("continued", [])
+        return []
+    first = read_object(file)
+    later = first.get("continued", [])
     if not isinstance(later, list) or not all(isinstance(start, dict) for start in later):
         raise UserError(f"{file}: its 'continued' is no list of starts: put the file back")
-    return [facts, *later][-1].get("world_size")
+    return [first, *later]
 
 
 def batch_sizes_by_epoch(path: Path | str) -> list[list[list[int]]]:
@@ -155,8 +162,7 @@ def _epoch_lines(path: Path) -> list[dict[str, Any]]:
     # What stands after the last line end was being written when the run was cut off.
     records = [parse_object(line, f"{file} line {n}") for n, line in enumerate(lines[:-1], 1)]
     for number, record in enumerate(records, 1):
-        if not _is_count(record.get("epoch"), least=0):
-            raise UserError(f"{file} line {number} has no epoch number")
+        record_form.check(record, f"{file} line {number}")
     return records
 
 
@@ -206,10 +212,6 @@ def parse_object(text: str, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{where} is not a JSON object")
     return value
-
-
-def _is_count(value: object, least: int = 1) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _one_line(error: BaseException) -> str:

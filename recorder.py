@@ -14,7 +14,9 @@ import os
 import platform
 import shutil
 import subprocess
+import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -42,17 +44,16 @@ from reader import (
     PROVENANCE,
     STEP_ARRAYS,
     STEPS,
+    all_starts,
+    count_epochs,
     is_finished,
     last_workers,
     parse_object,
-    read_object,
 )
 
-# What a start finds: nothing that it uses, a run to go on with, a run that it is to delete.
-NEW, CONTINUES, REPLACES = "new", "continues", "replaces"
-
-# The parts of a step that are recorded, by their names in balancer.StepTimes.
-PHASES = ("data", "forward", "backward", "delay", "wait", "step", "busy")
+# What a start finds: nothing that it uses, a run to go on with, a run that it is to delete, or one
+# that an earlier start of the same job has finished.
+NEW, CONTINUES, REPLACES, FINISHED = "new", "continues", "replaces", "finished"
 
 # Keys that may differ between a run and its continuation: they say where and how, not what.
 MAY_DIFFER = frozenset(
@@ -62,6 +63,18 @@ MAY_DIFFER = frozenset(
 )  # fmt: skip
 # Further ones where the number of workers is another: they name single workers.
 OF_WORKERS = ("partition.shares", "partition.min_batch", "partition.max_batch", "stragglers")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What tells one launcher's job, whose workers may be started several times, from another.
+
+    name: torchrun's --rdzv-id; None where it has none; launchers: the processes that have started
+    the workers, one per node, by names that no two have.
+    """
+
+    name: str | None = None
+    launchers: tuple[str, ...] = ()
 
 
 class RunFolder:
@@ -78,17 +91,20 @@ class RunFolder:
         self._steps: list[dict[str, np.ndarray]] = []
 
     def open(
-        self, config: Config, workers: int, resume: str, overwrite: bool, job: str | None = None
+        self, config: Config, workers: int, resume: str, overwrite: bool, job: Job = Job()
     ) -> str:
-        """Makes the folder ready, and says what it holds: NEW, CONTINUES or REPLACES.
+        """Makes the folder ready, and says what it holds: NEW, CONTINUES, REPLACES or FINISHED.
 
         resume: `auto` continues an unfinished run, `never` refuses to touch it; overwrite: what the
-        folder holds is to be deleted, which `replace` does; job: the launcher's name for all starts
-        of one command, of which only the first deletes. Afterwards `batch_size` is the global batch
+        folder holds is to be deleted, which `replace` does. Both are for the first start of a job
+        that begins a run here; its further ones go on. Afterwards `batch_size` is the global batch
         to train with: a run of so many samples per worker goes on with that of its first start.
         """
         try:
-            if overwrite and job is not None and self._begun_by(job):
+            if self._begun_by(job):
+                if (self.path / FINAL).exists():  # its worker was killed between that and its end
+                    self._clear()
+                    return FINISHED
                 resume, overwrite = "auto", False
             replaces = overwrite and self.path.exists()
             if replaces and not (self.path / CONFIG).exists() and any(self.path.iterdir()):
@@ -102,13 +118,28 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock()
         except OSError as error:
-            raise UserError(f"output: cannot make {self.path}: {error.strerror}") from error
+            place = error.filename or self.path
+            raise UserError(f"output: cannot use {place}: {error.strerror}") from error
         storage.drop_temporary(self.path)
         if not replaces and earlier is None:
-            (self.path / PROVENANCE).unlink(missing_ok=True)
+            storage.remove(self.path / PROVENANCE)
         if not replaces:
             self._write_config()
         return REPLACES if replaces else NEW if earlier is None else CONTINUES
+
+    def show(self) -> str:
+        """Puts a file into the folder, to be looked for by other nodes; its name."""
+        name = f".{uuid.uuid4().hex}.tmp"
+        storage.write(self.path / name, b"")
+        return name
+
+    def sees(self, name: str) -> bool:
+        """Whether what `show` has put there is there on this node, too."""
+        return (self.path / name).exists()
+
+    def hide(self, name: str) -> None:
+        """Deletes it."""
+        storage.remove(self.path / name)
 
     def replace(self) -> None:
         """Deletes what --overwrite replaces: only now, as the new run has been found to start."""
@@ -139,7 +170,7 @@ class RunFolder:
         self._lock_file.flush()
         storage.write(self.path / EPOCHS, text.encode())
         for name in (STEPS, PREEMPTED, DIVERGED):
-            (self.path / name).unlink(missing_ok=True)
+            storage.remove(self.path / name)
         if state is not None and state["steps"]:
             self._steps = [{name: tensor.cpu().numpy() for name, tensor in state["steps"].items()}]
             self._write_steps()
@@ -149,10 +180,7 @@ class RunFolder:
         """Writes provenance.json; a continued run keeps the first start's facts and adds these."""
         path = self.path / PROVENANCE
         if path.exists():
-            first = read_object(path)
-            later = first.get("continued", [])
-            if not isinstance(later, list):
-                raise UserError(f"{path}: its 'continued' is no list: put the file back")
+            first, *later = all_starts(self.path)
             facts = {**first, "continued": [*later, facts]}
         self._write_json(path, facts)
 
@@ -188,8 +216,12 @@ class RunFolder:
     def finish(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Writes final.pt, a plain state_dict, and drops the checkpoints: the run is done."""
         storage.write(self.path / FINAL, checkpoint.packed(weights))
+        self._clear()
+
+    def _clear(self) -> None:
+        """Deletes what only an unfinished run needs."""
         checkpoint.drop(self.path)
-        (self.path / LOCK).unlink(missing_ok=True)
+        storage.remove(self.path / LOCK)
 
     def _unfinished(self, resume: str) -> Config | None:
         """The configuration of the run to go on with; None where there is no checkpoint.
@@ -201,7 +233,7 @@ class RunFolder:
         if is_finished(self.path):
             raise UserError(f"{self.path} holds a finished run: --overwrite to do it again")
         begun = checkpoint.exists(self.path)
-        if resume == "never" and (begun or (self.path / EPOCHS).exists()):
+        if resume == "never" and (begun or count_epochs(self.path)):
             raise UserError(
                 f"{self.path} holds an unfinished run: --resume auto continues it, "
                 "--overwrite starts it again"
@@ -210,15 +242,20 @@ class RunFolder:
             return None
         return from_mapping(read_mapping(self.path / CONFIG), where=str(self.path / CONFIG))
 
-    def _begun_by(self, job: str) -> bool:
-        """Whether the folder's unfinished run was begun by an earlier start of the same job."""
-        path = self.path / PROVENANCE
-        if not path.exists() or not checkpoint.exists(self.path):
-            return False
+    def _begun_by(self, job: Job) -> bool:
+        """Whether the folder's run was begun, or gone on with, by an earlier start of this job.
+
+        By the launcher's name for the job alone it must have begun it, and not finished it: else
+        the same command was given again, and is to be taken at its word.
+        """
         try:
-            return read_object(path).get("job") == job
+            starts = all_starts(self.path)
         except UserError:  # damaged: what --overwrite is for
             return False
+        if any(launcher in job.launchers for start in starts for launcher in _launchers(start)):
+            return True
+        named = bool(starts) and starts[0].get("job") == job.name is not None
+        return named and not (self.path / FINAL).exists()
 
     def _compare(self, earlier: Config, config: Config, same_workers: bool) -> None:
         changed = [key for key in differences(earlier, config) if key not in MAY_DIFFER]
@@ -253,6 +290,11 @@ class RunFolder:
         buffer = io.BytesIO()
         np.savez(buffer, **self._joined_steps())
         storage.write(self.path / STEPS, buffer.getbuffer())
+
+
+def _launchers(start: Mapping[str, Any]) -> list[Any]:
+    launchers = start.get("launchers")
+    return launchers if isinstance(launchers, list) else []
 
 
 def _stacked(parts: Sequence[np.ndarray]) -> np.ndarray:
@@ -315,8 +357,9 @@ def epoch_record(
 ) -> dict[str, Any]:
     """The part of an epoch's record that is about balance; lists have one entry per worker.
 
-    phases: seconds by name of PHASES, [steps, n] each; typical_busy: the busy seconds [n] that the
-    last rebalance used; partitioner: after this epoch, for its time model and what follows from it.
+    phases: seconds by name of record_form.PHASES, and `busy`, [steps, n] each; typical_busy: the
+    busy seconds [n] that the last rebalance used; partitioner: after this epoch, for its time model
+    and what follows from it.
     """
     clean = plan.clean_steps(plan.joined())
     sizes = plan.batch_sizes[clean[0], : partitioner.workers]

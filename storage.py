@@ -29,32 +29,47 @@ def stage(path: Path, content: Buffer) -> Path:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        if not temporary.is_dir():
+            temporary.unlink(missing_ok=True)
         raise _refusal(path, error) from error
     return temporary
 
 
 def replace(temporary: Path, path: Path) -> None:
-    """Renames what `stage` gave, durably."""
-    os.replace(temporary, path)
-    directory = os.open(path.parent, os.O_RDONLY)
+    """Renames what `stage` gave, or another file, durably. Raises UserError."""
     try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+        os.replace(temporary, path)
+        directory = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+    except OSError as error:
+        raise _refusal(path, error) from error
 
 
 def append(path: Path, content: bytes) -> None:
     """Adds to a file's end, durably. Raises UserError where the disk refuses: all or nothing."""
-    with open(path, "ab", buffering=0) as file:
-        before = os.path.getsize(path)
-        try:
-            while content:
-                content = content[file.write(content) :]
-            os.fsync(file.fileno())
-        except OSError as error:
-            file.truncate(before)
-            raise _refusal(path, error) from error
+    try:
+        with open(path, "ab", buffering=0) as file:
+            before = os.path.getsize(path)
+            try:
+                while content:
+                    content = content[file.write(content) :]
+                os.fsync(file.fileno())
+            except OSError:
+                file.truncate(before)
+                raise
+    except OSError as error:
+        raise _refusal(path, error) from error
+
+
+def remove(path: Path) -> None:
+    """Deletes a file, if there is one. Raises UserError for a folder, or if the disk refuses."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise _refusal(path, error) from error
 
 
 def lock(path: Path, held: str) -> TextIO:
@@ -75,11 +90,11 @@ def lock(path: Path, held: str) -> TextIO:
 def drop_temporary(folder: Path) -> None:
     """Deletes what writers that were killed have left."""
     for file in folder.glob(".*.tmp"):
-        file.unlink(missing_ok=True)
+        remove(file)
 
 
 def _refusal(path: Path, error: OSError) -> UserError:
     return UserError(
-        f"{path} cannot be written ({error.strerror or error}): free or repair the disk, then give "
-        "the same command again"
+        f"{path} cannot be written ({error.strerror or error}): free or repair the disk, or move "
+        "away what is in its place, then give the same command again"
     )

@@ -32,19 +32,37 @@ from torch.nn.functional import cross_entropy
 
 import checkpoint
 from balancer import average_buffers, typical
-from cluster import Workers, environment_rank, join, naming_lost_peers
+from cluster import (
+    Preempted,
+    Workers,
+    environment_rank,
+    join,
+    launcher_process,
+    naming_lost_peers,
+)
 from configs.command_line import Launch, parse, run_folder
 from configs.errors import NotFiniteError, UserError
 from configs.schema import Config, for_workers, to_mapping
 from console import Console, epoch_line, headline, summary
+from data import identity as data_identity
 from data.pipeline import make_pipeline
 from data.sources import Data, open_data, prepare
 from exchange import EXCHANGES
-from interruption import FiniteGuard, Preempted, Request, StopFlag, listening
+from interruption import FiniteGuard, Request, StopFlag, listening
 from metrics import Clocks, Metrics
 from partitioner import PlanError
 from preview import preview
-from recorder import CONTINUES, PHASES, REPLACES, RunFolder, epoch_record, provenance, step_arrays
+from record_form import PHASES
+from recorder import (
+    CONTINUES,
+    FINISHED,
+    REPLACES,
+    Job,
+    RunFolder,
+    epoch_record,
+    provenance,
+    step_arrays,
+)
 from schedule import learning_rate
 from stragglers import Stragglers, calibrate, must_measure
 from worker_state import own_part, restore_part, seed_dropout
@@ -82,6 +100,7 @@ class Trainer:
         asked_to_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self.config, self.workers, self.clocks = config, workers, Clocks()
+        self.data = data_identity.identity(data)
         self.balancer = build_balancer(config, len(data.train), workers, workers.device, replay)
         self.module = build_module(config, len(data.classes), data.image_size).to(workers.device)
         self.exchange = EXCHANGES[config.exchange](
@@ -149,6 +168,7 @@ class Trainer:
             parts = self.workers.collect(checkpoint.packed(part))
         return {
             "world_size": self.workers.size,
+            "data": self.data,
             "next_epoch": self.next_epoch,
             "epoch_began": self.began,
             "trained": self.trained,
@@ -162,6 +182,11 @@ class Trainer:
 
     def _load(self, state: Mapping[str, Any]) -> None:
         """Sets what all workers have in common, and this worker's step times."""
+        if changes := data_identity.changes(state["data"], self.data):
+            raise UserError(
+                f"the run was begun with other data ({changes}): put them back (mean and std also "
+                "follow from data.memory_limit_gib), choose another --output, or --overwrite"
+            )
         own = dict(enumerate(state["workers"])).get(self.workers.rank)
         try:
             self.next_epoch, self.began = state["next_epoch"], state["epoch_began"]
@@ -273,8 +298,9 @@ class Trainer:
         """The epoch's record, but for the evaluation, and its step arrays."""
         self.guard.settle()
         train, times = self.metrics.total(self.workers.sum), self.balancer.step_times()
-        gathered = self.workers.gather(np.stack([getattr(times, name) for name in PHASES]))
-        phases = dict(zip(PHASES, gathered.transpose(1, 2, 0)))
+        names = (*PHASES, "busy")
+        gathered = self.workers.gather(np.stack([getattr(times, name) for name in names]))
+        phases = dict(zip(names, gathered.transpose(1, 2, 0)))
         plan, seconds = self.balancer.plan, self.clocks.train - self.began
         record = epoch_record(plan, phases, self.balancer.busy, self.balancer.partitioner) | {
             "learning_rate": self.optimizer.param_groups[0]["lr"],  # the last step's
@@ -341,21 +367,29 @@ def train(launch: Launch, workers: Workers) -> None:
     Ends early, with a checkpoint and the marker `preempted`, where a worker is asked to stop; and
     with NotFiniteError and the marker `diverged`, where a number is not finite.
     """
-    console = Console(workers.is_first)
-    folder, found, config = _open_folder(launch, workers)
+    console, job = Console(workers.is_first), _job(workers)
+    folder, found, config = _open_folder(launch, workers, job, console)
+    if found == FINISHED:
+        console.say(f"{folder.path} holds this job's run, which is finished: nothing is left to do")
+        return
     if found == CONTINUES and launch.overwrite:
         console.say(
             "--overwrite: done at the first start of this job, which goes on; for a new one give "
             "torchrun another --rdzv-id"
         )
-    prepared = workers.once_per_node(partial(prepare, config.data))
-    data = open_data(config.data, config.seed, prepared)
-    check_steps(config, len(data.train), workers.size)
     with listening() as request:
         asked = partial(_asked, request)
+        try:
+            prepared = workers.once_per_node(partial(prepare, config.data), asked)
+        except Preempted:
+            _stop_early(folder, workers, request, console)
+            return
+        data = open_data(config.data, config.seed, prepared)
+        _check_same_data(data, workers)
+        check_steps(config, len(data.train), workers.size)
         trainer = Trainer(config, workers, data, replayed(config, workers), asked)
         records = _start(trainer, folder, found, console)
-        facts = _facts(trainer, data)
+        facts = _facts(trainer, data, job)
         workers.once(lambda: folder.write_provenance(facts))
         console.say(headline(config, facts, folder.path))
         try:
@@ -384,6 +418,16 @@ def _start(
     if found == REPLACES:
         workers.once(folder.replace)
     return workers.once(lambda: folder.restore(saved))
+
+
+def _check_same_data(data: Data, workers: Workers) -> None:
+    """Raises UserError unless all nodes have the same data."""
+    first, *others = workers.gather_json(data_identity.identity(data))
+    for rank, other in enumerate(others, 1):
+        if changes := data_identity.changes(first, other):
+            raise UserError(
+                f"rank {rank} has other data than rank 0 ({changes}): give all nodes the same"
+            )
 
 
 def _run_or_stop(
@@ -434,7 +478,7 @@ def _stop(trainer: Trainer, folder: RunFolder, request: Request, console: Consol
     """What is done where all workers have agreed to stop: a checkpoint, and a marker beside it."""
     console.close()
     _save(trainer, folder)
-    signals = [name for name in trainer.workers.gather_json(request.signal) if name is not None]
+    signals = _signals(trainer.workers, request)
     place = {"epoch": trainer.next_epoch, "step": trainer.balancer.next_step}
     trainer.workers.once(lambda: folder.mark_preempted({"signal": signals[0], **place}))
     where = f"step {place['step']}" if not trainer.trained else "its evaluation"
@@ -444,35 +488,60 @@ def _stop(trainer: Trainer, folder: RunFolder, request: Request, console: Consol
     )
 
 
+def _stop_early(folder: RunFolder, workers: Workers, request: Request, console: Console) -> None:
+    """What is done where all workers have agreed to stop while the data were made ready."""
+    request.heard.set()
+    signals = _signals(workers, request)
+    workers.once(lambda: folder.mark_preempted({"signal": signals[0]}))
+    console.say(
+        f"asked to stop ({signals[0]}) while the data were made ready: nothing is changed; give "
+        "the same command again"
+    )
+
+
+def _signals(workers: Workers, request: Request) -> list[str]:
+    """The names of the signals that workers were asked to stop by."""
+    return [name for name in workers.gather_json(request.signal) if name is not None]
+
+
 def _asked(request: Request) -> bool:
     return request.signal is not None
 
 
-def _open_folder(launch: Launch, workers: Workers) -> tuple[RunFolder, str, Config]:
+def _open_folder(
+    launch: Launch, workers: Workers, job: Job, console: Console
+) -> tuple[RunFolder, str, Config]:
     """The run's folder, which rank 0 alone decides and opens; what it holds; how to train."""
     config, folder = launch.config, RunFolder(run_folder(launch))
-    # A launcher's restart continues the run whose start may have been told to overwrite. Where a
-    # node has joined or was lost the count stays 0, and the job's name has to tell.
-    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    overwrite = launch.overwrite and not restarted
-    resume = "auto" if restarted else launch.resume
-    arguments = (config, workers.size, resume, overwrite, _job())
+    arguments = (config, workers.size, launch.resume, launch.overwrite, job)
     found, batch_size = workers.once(lambda: (folder.open(*arguments), folder.batch_size))
+    if workers.size > workers.local_size:
+        name = workers.once(folder.show)
+        blind = workers.gather_json(workers.local_rank == 0 and not folder.sees(name))
+        workers.once(partial(folder.hide, name))
+        if any(blind):
+            nodes = ", ".join(str(rank) for rank, is_blind in enumerate(blind) if is_blind)
+            console.say(
+                f"output: {folder.path} of rank 0's node is not seen by the nodes of ranks {nodes}:"
+                " were that node lost, these could not go on from its checkpoints"
+            )
     return folder, found, replace(config, batch_size=batch_size)
 
 
-def _job() -> str | None:
-    """torchrun's --rdzv-id; None where it has none, so that no two starts look like one job."""
+def _job(workers: Workers) -> Job:
     name = os.environ.get("TORCHELASTIC_RUN_ID")
-    return None if name == "none" else name
+    launchers = {name for name in workers.gather_json(launcher_process()) if name is not None}
+    # torchrun's --rdzv-id is "none" unless given: no two starts of that name need be one job.
+    return Job(None if name == "none" else name, tuple(sorted(launchers)))
 
 
-def _facts(trainer: Trainer, data: Data) -> dict[str, Any]:
+def _facts(trainer: Trainer, data: Data, job: Job) -> dict[str, Any]:
     """What provenance.json holds."""
     workers, module = trainer.workers, trainer.module
     return provenance(Path(__file__).parent) | {
         "command": workers.launcher + shlex.join(sys.argv),
-        "job": _job(),
+        "job": job.name,
+        "launchers": job.launchers,
         "world_size": workers.size,
         "backend": workers.backend,
         "devices": workers.gather_json(workers.device_name),

@@ -13,19 +13,27 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
+import glob
 import hashlib
 import json
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TextIO
 
 import numpy as np
 
 from configs.errors import UserError
 
-FORMAT = 2  # part of every fingerprint: a change of the format makes new folders
+FORMAT = 3  # part of every fingerprint: a change of the format makes new folders
+
+_PART, _LOCK = ".part", ".lock"
+# Seconds after which a temporary folder without a lock is no one's.
+_ABANDONED = 24 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,7 @@ class Meta:
     image_size: int
     train_samples: int
     test_samples: int
+    files: str  # a hash of what the files are called and how large they are; "" without any
     decoded: bool  # pixels are in {train,test}-images.npy; otherwise files are read at access
     root: str | None = None  # folder of the image files
     # Shorter side in pixels that files are brought to before the centre is cut out.
@@ -58,10 +67,15 @@ class Fingerprint:
             # The length keeps ("ab", "c") and ("a", "bc") apart.
             self._hash.update(b"%d:%b" % (len(raw), raw))
 
+    @property
+    def text(self) -> str:
+        """16 hexadecimal digits."""
+        return self._hash.hexdigest()
+
     def folder(self, cache: str, name: str) -> str:
         """<cache>/<name>-<fingerprint>"""
         parent = os.path.abspath(os.path.expanduser(cache))
-        return os.path.join(parent, f"{name}-{self._hash.hexdigest()}")
+        return os.path.join(parent, f"{name}-{self.text}")
 
 
 @contextlib.contextmanager
@@ -71,20 +85,78 @@ def new_folder(target: str) -> Iterator[str]:
     If another process was quicker, its folder stays and this one is dropped.
     """
     parent, name = os.path.split(target)
-    temporary = os.path.join(parent, f".{name}.{uuid.uuid4().hex[:8]}.part")
-    try:
-        os.makedirs(temporary)
-    except OSError as error:
-        raise UserError(f"data.cache: cannot write to {parent}: {error.strerror}") from error
-    try:
+    with contextlib.ExitStack() as stack:
+        try:
+            temporary = stack.enter_context(temporary_folder(parent, name))
+        except OSError as error:
+            raise UserError(f"data.cache: cannot write to {parent}: {error.strerror}") from error
         yield temporary
         try:
             os.rename(temporary, target)
         except OSError:
             if not os.path.isdir(target):
                 raise
+
+
+@contextlib.contextmanager
+def temporary_folder(parent: str, name: str) -> Iterator[str]:
+    """A folder `.NAME.….part` in `parent` that is removed at the end, if it is still there.
+
+    Those of the same name that killed processes have left are removed first. Raises OSError where
+    it cannot be made.
+    """
+    os.makedirs(parent, exist_ok=True)
+    _remove_left_over(parent, name)
+    temporary = os.path.join(parent, f".{name}.{uuid.uuid4().hex[:8]}{_PART}")
+    os.mkdir(temporary)
+    try:
+        with open(f"{temporary}{_LOCK}.new", "w") as lock:
+            _locks(lock)
+            os.rename(lock.name, f"{temporary}{_LOCK}")  # it is seen when it is locked, not before
+            yield temporary
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        for left in glob.iglob(f"{glob.escape(temporary)}{_LOCK}*"):
+            os.unlink(left)
+
+
+def _remove_left_over(parent: str, name: str) -> None:
+    """Removes temporary folders, and locks of such, whose process has ended.
+
+    A process holds a lock beside each of its own. Without one age tells: it may be being made.
+    """
+    pattern = glob.escape(os.path.join(parent, f".{name}."))
+    found = {path.removesuffix(_LOCK) for path in glob.iglob(f"{pattern}*{_PART}*")}
+    for folder in found:
+        try:
+            with open(folder + _LOCK, "r+") as lock:
+                left = _locks(lock)
+        except OSError:
+            left = _age(folder) > _ABANDONED
+        if left:
+            shutil.rmtree(folder, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                os.unlink(folder + _LOCK)
+
+
+def _age(path: str) -> float:
+    """Seconds since the last change; 0 where there is no such file any more."""
+    try:
+        return time.time() - os.stat(path).st_mtime
+    except OSError:
+        return 0.0
+
+
+def _locks(file: TextIO) -> bool:
+    """Locks a file that no one else has locked; False where one has, or files cannot be locked.
+
+    The lock is the open file's, not the process's: it also keeps out this process's own threads.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def require_space(folder: str, needed: int, purpose: str) -> None:

@@ -12,7 +12,6 @@ import os
 import socket
 import sys
 import tarfile
-import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,7 +20,15 @@ from torchvision.datasets import CIFAR10
 from torchvision.datasets.utils import check_integrity, download_url
 
 from configs.errors import UserError
-from data.cache import Fingerprint, Meta, new_folder, new_image_file, save_array, write_meta
+from data.cache import (
+    Fingerprint,
+    Meta,
+    new_folder,
+    new_image_file,
+    save_array,
+    temporary_folder,
+    write_meta,
+)
 
 DOWNLOAD_TIMEOUT = 60.0  # seconds without an answer
 # Per channel, over the training images.
@@ -52,6 +59,7 @@ def prepare_cifar10(config: Any) -> str:
             image_size=32,
             train_samples=len(sets["train"]),
             test_samples=len(sets["test"]),
+            files=CIFAR10.tgz_md5,
             decoded=True,
         )
         write_meta(folder, meta)
@@ -86,8 +94,7 @@ def _load(root: str, download: bool = False) -> dict[str, CIFAR10]:
 
 def _download(root: str, archive: str) -> None:
     """Puts the archive in place only when it is whole, so that no partial file is left."""
-    os.makedirs(root, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=root, prefix=".download-") as folder:
+    with temporary_folder(root, "download") as folder:
         download_url(CIFAR10.url, folder, CIFAR10.filename, CIFAR10.tgz_md5)
         os.replace(os.path.join(folder, CIFAR10.filename), archive)
 

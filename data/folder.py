@@ -48,8 +48,8 @@ def prepare_folder(config: Any) -> str:
     whatever is wrong with the tree or its images.
     """
     root = _tree(config.root, config.cache)
-    fingerprint = Fingerprint()
-    classes, splits = _scan(root, fingerprint)
+    fingerprint, files = Fingerprint(), Fingerprint()
+    classes, splits = _scan(root, fingerprint, files)
     size = config.image_size or image_side(_first_file(root, splits))
     nbytes = sum(len(split.paths) for split in splits.values()) * 3 * size**2
     # Random parts are cut out of the files themselves.
@@ -72,6 +72,7 @@ def prepare_folder(config: Any) -> str:
             image_size=size,
             train_samples=len(sets["train"]),
             test_samples=len(sets["test"]),
+            files=files.text,
             decoded=decoded,
             root=root,
             train_shorter=shorter["train"],
@@ -133,8 +134,14 @@ def _tree(root: str, cache: str) -> str:
     return path
 
 
-def _scan(root: str, fingerprint: Fingerprint) -> tuple[list[str], dict[str, Split]]:
-    """Lists both sets, and adds each file's path, size and time of change to the fingerprint."""
+def _scan(
+    root: str, fingerprint: Fingerprint, files: Fingerprint
+) -> tuple[list[str], dict[str, Split]]:
+    """Lists both sets.
+
+    Adds each file's path, size and time of change to the fingerprint; to `files` path and size
+    alone, which a copy of the tree has in common.
+    """
     folders = {"train": os.path.join(root, "train"), "test": os.path.join(root, "test")}
     if not os.path.isdir(folders["test"]) and os.path.isdir(os.path.join(root, "val")):
         folders["test"] = os.path.join(root, "val")
@@ -153,7 +160,7 @@ def _scan(root: str, fingerprint: Fingerprint) -> tuple[list[str], dict[str, Spl
                 "both sets need the same classes"
             )
     splits = {
-        name: _list_split(root, folder, classes["train"], fingerprint)
+        name: _list_split(root, folder, classes["train"], fingerprint, files)
         for name, folder in folders.items()
     }
     return classes["train"], splits
@@ -166,7 +173,9 @@ def _class_names(folder: str) -> list[str]:
     return names
 
 
-def _list_split(root: str, folder: str, classes: list[str], fingerprint: Fingerprint) -> Split:
+def _list_split(
+    root: str, folder: str, classes: list[str], fingerprint: Fingerprint, files: Fingerprint
+) -> Split:
     paths: list[bytes] = []
     labels = []
     for label, name in enumerate(classes):
@@ -176,6 +185,7 @@ def _list_split(root: str, folder: str, classes: list[str], fingerprint: Fingerp
             path = os.fsencode(os.path.relpath(entry.path, root))
             status = entry.stat()
             fingerprint.add(path, status.st_size, status.st_mtime_ns)
+            files.add(path, status.st_size)
             paths.append(path)
         if len(paths) == before:
             raise UserError(f"{class_folder} has no images ({', '.join(IMG_EXTENSIONS)})")

@@ -56,7 +56,11 @@ class ImageSet(ABC):
 
 @dataclass(frozen=True)
 class Data:
-    """A training and a test set. `mean` and `std` are per channel, in units of 0..1."""
+    """A training and a test set.
+
+    `mean` and `std` are per channel, in units of 0..1; `files` is a hash of the names and sizes of
+    the files behind it, or "".
+    """
 
     train: ImageSet
     test: ImageSet
@@ -64,6 +68,7 @@ class Data:
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     image_size: int
+    files: str = ""
 
 
 class ArrayImages(ImageSet):

@@ -61,6 +61,7 @@ def open_data(config: Any, seed: int, prepared: str) -> Data:
         mean=tuple(config.mean or data.mean),
         std=std,
         image_size=data.image_size,
+        files=data.files,
     )
 
 
@@ -129,4 +130,5 @@ def _open_folder(folder: str) -> Data:
         mean=tuple(meta.mean),
         std=tuple(meta.std),
         image_size=meta.image_size,
+        files=meta.files,
     )

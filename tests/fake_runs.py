@@ -108,6 +108,15 @@ def write_records(
     np.savez(path / "steps.npz", **arrays)
 
 
+def fake_record(number: int, workers: int = 1, **changes: Any) -> dict[str, Any]:
+    """One epoch's record, whole, with batches of one sample per worker."""
+    ones = np.ones(workers)
+    config = fake_config(epochs=number + 1, batch_size=workers, stragglers=[])
+    epochs, _ = _simulate(config, workers, 5, number + 1)
+    sizes = {"batch_sizes": ones.astype(int).tolist(), "shares": (ones / workers).tolist()}
+    return {**epochs[-1], **sizes, **changes}
+
+
 def _simulate(
     config: dict[str, Any], workers: int, steps: int, recorded: int
 ) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
@@ -199,7 +208,7 @@ def _times(
     optimum = float((batches.sum() + (fixed / slope).sum()) / (1 / slope).sum())
     median = np.median(busy, axis=0)
     return {
-        "busy": _spread(busy),
+        "busy": _spread(busy) | {"typical": median.tolist()},
         "wait": _spread(wait),
         "phases": {**phases, "delay": (fixed - 4e-3).tolist(), "wait": others.tolist()},
         "time_model": {"a": slope.tolist(), "d": fixed.tolist()} if known else None,
@@ -207,6 +216,8 @@ def _times(
         "optimum_continuous": optimum if known else None,
         "optimum_batch_sizes": batches.tolist() if known else None,
         "imbalance": float(median.max() / optimum) if known else None,
+        "better_without": None,
+        "changes": [{"step": 0, "batch_sizes": batches.tolist()}],
     }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_runs import write_run
+from fake_runs import fake_record, write_run
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from processes import run_workers
@@ -21,7 +21,7 @@ import checkpoint
 from configs.errors import UserError
 from configs.schema import from_mapping, resolve
 from reader import count_epochs, find_runs, is_finished, read_run, recorded_workers
-from recorder import CONTINUES, NEW, REPLACES, RunFolder
+from recorder import CONTINUES, FINISHED, NEW, REPLACES, Job, RunFolder
 
 FILES = ("config.yaml", "provenance.json", "epochs.jsonl", "steps.npz")
 
@@ -246,7 +246,7 @@ def opened(path: Path) -> RunFolder:
 def one_epoch(number: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     steps = {"epoch": np.full(2, number), "step": np.arange(2), "batch_sizes": np.ones((2, 1)),
              "busy": np.ones((2, 1)), "wait": np.zeros((2, 1))}  # fmt: skip
-    return {"epoch": number, "text": "ü"}, steps
+    return fake_record(number, note="ü"), steps
 
 
 def state(next_epoch: int) -> dict[str, Any]:
@@ -271,7 +271,7 @@ def test_nothing_temporary_is_left(tmp_path):
     folder.finish({"weight": torch.ones(2)})
     assert names(folder.path) == {*FILES, "final.pt"}
     run = read_run(folder.path)
-    assert run.epochs == [{"epoch": 0, "text": "ü"}, {"epoch": 1, "text": "ü"}]
+    assert run.epochs == [one_epoch(0)[0], one_epoch(1)[0]]
     assert run.steps["epoch"].tolist() == [0, 0, 1, 1]
 
 
@@ -309,7 +309,7 @@ def test_a_writer_that_is_killed_leaves_the_old_files_whole(tmp_path, method):
     assert folder.find_checkpoint(config, 1) == []
     saved = checkpoint.load(folder.found, path, torch.device("cpu"))
     assert saved["next_epoch"] == 1
-    assert folder.restore(saved) == [{"epoch": 0, "text": "ü"}]
+    assert folder.restore(saved) == [one_epoch(0)[0]]
     folder.append_epoch(*one_epoch(1))
     folder.save_checkpoint(state(2))
     folder.finish({"weight": torch.ones(2)})
@@ -332,14 +332,58 @@ def test_only_the_first_start_of_a_job_overwrites(tmp_path):
     folder.write_provenance({"job": "a"})
 
     def found(job: str | None) -> str:
-        return RunFolder(folder.path).open(config, 1, "never", overwrite=True, job=job)
+        folder = RunFolder(tmp_path / "run")
+        return folder.open(config, 1, "never", overwrite=True, job=Job(job))
 
-    assert found("a") == REPLACES  # there is nothing yet to go on with
     folder.append_epoch(*one_epoch(0))
     folder.save_checkpoint(state(1))
     assert (found("a"), found("b"), found(None)) == (CONTINUES, REPLACES, REPLACES)
     folder.write_provenance({"job": "b"})  # by which it was continued
     assert found("b") == REPLACES
+    folder.finish({"weight": torch.ones(2)})
+    assert found("a") == REPLACES  # the command given again
+
+
+def test_a_launcher_s_further_starts_go_on_with_what_its_first_one_has_begun(tmp_path):
+    """Named by its process, whatever the command line says."""
+    config, path = resolve(from_mapping(short_config())), tmp_path / "run"
+
+    def start(launchers: str, resume: str = "never", overwrite: bool = False) -> RunFolder:
+        folder = RunFolder(path)
+        found.append(folder.open(config, 1, resume, overwrite, Job(launchers=tuple(launchers))))
+        return folder
+
+    found: list[str] = []
+    old = opened(path)  # by no launcher
+    old.append_epoch(*one_epoch(0))
+    old.save_checkpoint(state(1))
+    # Killed before they had come to the point of beginning, a start and its restart are alike.
+    for _ in range(2):
+        start("a", overwrite=True)
+        with pytest.raises(UserError, match="unfinished run"):
+            start("a", "never")
+    folder = start("a", overwrite=True)
+    folder.replace()
+    folder.restore(None)
+    folder.write_provenance({"launchers": ["a", "b"]})
+    for overwrite in (True, False):  # there is no checkpoint yet
+        folder = start("b", overwrite=overwrite)
+        folder.restore(None)
+        folder.write_provenance({"launchers": ["b"]})
+    folder.append_epoch(*one_epoch(0))
+    folder.save_checkpoint(state(1))
+    start("b", overwrite=True)
+    folder.write_provenance({"launchers": ["b", "c"]})
+    start("c")
+    assert found == [REPLACES] * 3 + [NEW] * 2 + [CONTINUES] * 2
+    folder.finish({"weight": torch.ones(2)})
+    checkpoint.save(path, state(1), 1)  # killed before the checkpoint was dropped
+    start("c", overwrite=True)
+    assert found[-1] == FINISHED and names(path) == {*FILES, "final.pt"}
+    with pytest.raises(UserError, match="finished run"):
+        start("d")
+    start("d", overwrite=True)
+    assert found[-1] == REPLACES
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,86 @@
+"""The form of one epoch's record, as README.md names its fields: checked, as it may be anyone's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from configs.errors import UserError
+
+# The parts of a step, by their names in balancer.StepTimes.
+PHASES = ("data", "forward", "backward", "delay", "wait", "step")
+SPREAD = ("mean", "median", "p5", "p95")
+
+# Says whether a value is right, given the number of workers.
+_Test = Callable[[Any, int], bool]
+
+
+def check(record: Mapping[str, Any], where: str) -> None:
+    """Raises UserError, beginning with `where`, that names the first field of another form."""
+    sizes = record.get("batch_sizes")
+    if not isinstance(sizes, list) or not sizes:
+        raise UserError(f"{where}: 'batch_sizes' is missing, or no list of numbers")
+    for name, test in _FIELDS.items():
+        if name not in record or not test(record[name], len(sizes)):
+            raise UserError(f"{where}: '{name}' is missing, or of another form")
+
+
+def is_count(value: object, least: int = 1) -> bool:
+    """Whether it is a whole number, and large enough."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _count(value: Any, workers: int) -> bool:
+    return is_count(value, least=0)
+
+
+def _number(value: Any, workers: int) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _maybe(test: _Test) -> _Test:
+    return lambda value, workers: value is None or test(value, workers)
+
+
+def _per_worker(test: _Test) -> _Test:
+    return (
+        lambda value, workers: isinstance(value, list)
+        and len(value) == workers
+        and all(test(one, workers) for one in value)
+    )
+
+
+def _listed(test: _Test) -> _Test:
+    return lambda value, workers: isinstance(value, list) and all(test(v, workers) for v in value)
+
+
+def _mapping(**tests: _Test) -> _Test:
+    return lambda value, workers: isinstance(value, dict) and all(
+        name in value and test(value[name], workers) for name, test in tests.items()
+    )
+
+
+_counts, _numbers = _per_worker(_count), _per_worker(_number)
+_seconds = _per_worker(_maybe(_number))  # None for a worker that saw none of the steps
+_FIELDS: dict[str, _Test] = {
+    **dict.fromkeys(
+        ("epoch", "steps", "left_out", "train_samples", "test_samples", "allreduce_bytes"), _count
+    ),
+    **dict.fromkeys(
+        ("learning_rate", "train_loss", "train_top1", "train_top5", "test_loss", "test_top1",
+         "test_top5", "samples_per_second", "epoch_seconds", "train_seconds", "total_seconds"),
+        _number,
+    ),
+    "batch_sizes": _counts,
+    "shares": _numbers,
+    "busy": _mapping(**dict.fromkeys((*SPREAD, "typical"), _seconds)),
+    "wait": _mapping(**dict.fromkeys(SPREAD, _seconds)),
+    "phases": _mapping(**dict.fromkeys(PHASES, _seconds)),
+    "time_model": _maybe(_mapping(a=_numbers, d=_numbers)),
+    "optimum": _maybe(_number),
+    "optimum_continuous": _maybe(_number),
+    "optimum_batch_sizes": _maybe(_counts),
+    "imbalance": _maybe(_number),
+    "better_without": _maybe(_mapping(ranks=_listed(_count), seconds=_number)),
+    "changes": _listed(_mapping(step=_count, batch_sizes=_listed(_count))),
+}  # fmt: skip
