@@ -498,16 +498,18 @@ class Balancer:
 
         times: this worker's step times of the state's epoch, `vars` of a StepTimes as lists;
         without them on one worker, none may have them, and the next rebalance counts later steps.
+        Raises ValueError (KeyError, TypeError …) for a state of another form.
         """
         self.partitioner.load_state_dict(state["partition"])
         self.announce_cap(int(self.partitioner.maximum[self.rank]))
         same = len(state["partition"]["shares"]) == self.workers
         steps = len(self.plan_epoch(state["epoch"]).starts)
+        if not (0 <= state["next_step"] < steps and 0 <= state["segment"] <= steps):
+            raise ValueError(f"step {state['next_step']} or {state['segment']} of {steps}")
         # Of what lies ahead, other workers' plans are void.
-        done = min(state["next_step"] or steps, steps)
+        done, self.next_step = state["next_step"] or steps, state["next_step"]
         self._restore_plan(state["changes"], steps if same else done)
         self.busy = np.array(state["busy"] if same else [np.nan] * self.workers, np.float64)
-        self.next_step = state["next_step"]
         self._segment = state["segment"] if same and times is not None else self.next_step
         seen = {name: np.full(done, np.nan) for name in (field.name for field in fields(StepTimes))}
         for name, seconds in (times or {}).items():
@@ -516,12 +518,16 @@ class Balancer:
 
     def _restore_plan(self, changes: Sequence[tuple[int, Sequence[int]]], stop: int) -> None:
         """Puts `changes` into the plan's steps before `stop`; they may be of other workers."""
-        sizes = self.plan.batch_sizes
+        sizes, totals = self.plan.batch_sizes, self.plan.batch_sizes.sum(1)
         more = max(0, *(len(split) - self.workers for _, split in changes))
         sizes = np.pad(sizes, ((0, 0), (0, more)))
         for step, split in changes:
             sizes[step:stop] = 0
             sizes[step:stop, : len(split)] = split
+        # A finished epoch's plan is not used any more.
+        wrong = sizes.min() < 0 or (sizes.sum(1) != totals).any()
+        if wrong and self.next_step > 0:
+            raise ValueError("a plan's batches are of other sizes")
         self.plan = replace(self.plan, batch_sizes=sizes)
 
     def bucket_ready(self, gradients: torch.Tensor, is_last: bool) -> None:

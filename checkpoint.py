@@ -3,9 +3,10 @@
 `checkpoint.pt` is the newest, `checkpoint-1.pt` the one before it, and so on. Each is a mapping of
 numbers, texts, lists and tensors that loads with `weights_only=True`, on any device:
 
-    format                    1
+    format                    2
     config, config_hash       the run's resolved configuration, and its SHA-256
     world_size                number of workers
+    data                      what the data are known by (data/identity.py)
     next_epoch, epoch_began   the epoch to go on with; the training clock at its start
     trained                   of an epoch that lacks its evaluation alone: record and step arrays
     model, optimizer          state_dicts, names as in the model alone, not as in a wrapper
@@ -20,9 +21,7 @@ The learning rate, the order, the augmentation and the delays follow from config
 
 from __future__ import annotations
 
-import hashlib
 import io
-import json
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,17 +29,14 @@ from typing import Any
 
 import torch
 
+import checkpoint_form
 import storage
+from checkpoint_form import FormError
 from configs.errors import UserError
 from configs.files import refuse_compressed
+from configs.schema import from_mapping, to_mapping
 
 NEWEST = "checkpoint.pt"
-FORMAT = 1
-_KEYS = {
-    "format": int, "config": dict, "config_hash": str, "world_size": int, "next_epoch": int,
-    "epoch_began": float, "trained": dict, "model": dict, "optimizer": dict, "balancer": dict,
-    "calibrated": list, "clocks": dict, "workers": list, "records": str, "steps": dict,
-}  # fmt: skip
 
 
 def is_due(every: str | int, epoch: int, step: int, steps: int) -> bool:
@@ -122,17 +118,12 @@ def load(content: bytes, path: Path, device: torch.device) -> dict[str, Any]:
     except Exception as error:  # damaged files make zipfile and the unpickler raise anything
         raise UserError(f"{path} is damaged or no checkpoint") from error
     try:
-        wrong = _wrong_key(state) if isinstance(state, dict) else "no mapping"
-    except (TypeError, ValueError, RecursionError):  # the config is not plain
-        wrong = "config"
-    if wrong is not None:
-        raise UserError(f"{path} is no checkpoint of this version: {wrong}")
+        checkpoint_form.check(state, len(content))
+    except (FormError, RecursionError) as error:
+        raise UserError(f"{path} is no checkpoint of this version: {error}") from error
+    # Keys that have come since it was saved have the values that they had before.
+    state["config"] = to_mapping(from_mapping(state["config"]))
     return state
-
-
-def config_hash(config: Mapping[str, Any]) -> str:
-    """SHA-256 over a plain configuration, as 64 hexadecimal digits."""
-    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
 
 
 def packed(state: Mapping[str, Any]) -> memoryview:
@@ -146,17 +137,6 @@ def packed(state: Mapping[str, Any]) -> memoryview:
 def unpacked(parts: Sequence[bytes | memoryview]) -> list[dict[str, Any]]:
     """What `packed` was given, on the CPU."""
     return [torch.load(io.BytesIO(p), map_location="cpu", weights_only=True) for p in parts]
-
-
-def _wrong_key(state: Mapping[str, Any]) -> str | None:
-    for key, kind in _KEYS.items():
-        if not isinstance(state.get(key), kind):
-            return f"{key} is missing or of another type"
-    if state["format"] != FORMAT:
-        return f"format {state['format']}, not {FORMAT}"
-    if state["config_hash"] != config_hash(state["config"]):
-        return "config_hash does not belong to its config"
-    return None
 
 
 def _name(number: int) -> str:

@@ -228,8 +228,10 @@ class TimeModel:
         """Goes on from such a state, also of another number of workers.
 
         Workers that are gone are forgotten. New ones start from the mean time of those that stay,
-        as one measurement at one batch size.
+        as one measurement at one batch size. Raises ValueError for a state of another form.
         """
+        if {len(state[name]) for name in self._STATE} != {len(state["weight"])}:
+            raise ValueError("a time model's lists are of different lengths")
         stay = min(self._workers, len(state["weight"]))
         for name in self._STATE:
             kept = np.array(state[name][:stay], dtype=np.float64)
@@ -380,8 +382,10 @@ class Partitioner:
 
         From one of another number of workers: ranks that are in both keep their caps, time models
         and shares in relation to each other; new ones get the mean share, and the policy `static`
-        keeps the shares it was built with. Raises PlanError where the caps cannot hold the batch.
+        keeps the shares it was built with. Raises PlanError where the caps cannot hold the batch,
+        and ValueError for a state of another form.
         """
+        self._check(state)
         self.time_model.load_state_dict(state["time_model"])
         if len(state["shares"]) != self.workers:
             self._adopt(state)
@@ -389,6 +393,17 @@ class Partitioner:
         self.shares = np.array(state["shares"], dtype=np.float64)
         self.batch_sizes = np.array(state["batch_sizes"], dtype=np.int64)
         self.maximum = np.array(state["maximum"], dtype=np.float64)
+
+    def _check(self, state: dict) -> None:
+        count = len(state["shares"])
+        lists = (state["batch_sizes"], state["maximum"], state["time_model"]["weight"])
+        if {len(values) for values in lists} != {count}:
+            raise ValueError("a partitioner's lists are of different lengths")
+        _check_positive(state["shares"], count, "share")
+        sizes = np.array(state["batch_sizes"])
+        others = count == self.workers and sizes.sum() != self.batch_size
+        if sizes.dtype.kind != "i" or sizes.min() < 0 or others:
+            raise ValueError(f"batch sizes {state['batch_sizes']} are none of {self.batch_size}")
 
     def _adopt(self, state: dict) -> None:
         """Takes over what still holds of the state of another number of workers."""

@@ -5,7 +5,7 @@ Records are JSON lines and NPZ without objects, configs are YAML: nothing is rea
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,18 +18,10 @@ from configs.errors import UserError
 from configs.files import JSON_BYTES, parse_json, read_mapping, read_text, refuse_compressed
 from configs.filling import printable
 from configs.schema import from_mapping
+from record_form import STEP_ARRAYS
 
 CONFIG, PROVENANCE, EPOCHS, STEPS = "config.yaml", "provenance.json", "epochs.jsonl", "steps.npz"
 FINAL, LOCK, PREEMPTED, DIVERGED = "final.pt", ".lock", "preempted", "diverged"
-
-# What steps.npz holds: [steps of all epochs, …] each.
-STEP_ARRAYS = {
-    "epoch": np.int32,
-    "step": np.int32,
-    "batch_sizes": np.int32,
-    "busy": np.float32,
-    "wait": np.float32,
-}
 
 
 @dataclass(frozen=True)
@@ -178,27 +170,14 @@ def _read_steps(path: Path) -> dict[str, np.ndarray]:
         raise UserError(f"{file} cannot be read: {_one_line(error)}") from error
     except Exception as error:  # zipfile and zlib raise types of their own for damaged files
         raise UserError(f"{file} is damaged: {_one_line(error)}") from error
-    _check_steps(steps, file)
+    if fault := record_form.step_fault(steps):
+        raise UserError(f"{file} is damaged: {fault}")
     return steps
 
 
 def _no_steps() -> dict[str, np.ndarray]:
     wide = ("batch_sizes", "busy", "wait")
     return {k: np.zeros((0, 1) if k in wide else 0, kind) for k, kind in STEP_ARRAYS.items()}
-
-
-def _check_steps(steps: Mapping[str, np.ndarray], file: Path) -> None:
-    """Raises UserError unless the arrays are numbers of one length and epochs come in order."""
-    epoch = steps["epoch"]
-    for name, array in steps.items():
-        number = "iu" if np.issubdtype(STEP_ARRAYS[name], np.integer) else "f"
-        dimensions = 1 if name in ("epoch", "step") else 2
-        if array.dtype.kind not in number or array.ndim != dimensions:
-            raise UserError(f"{file} is damaged: '{name}' is {array.dtype} {list(array.shape)}")
-        if len(array) != len(epoch):
-            raise UserError(f"{file} is damaged: '{name}' has {len(array)} of {len(epoch)} steps")
-    if len(epoch) and (epoch[0] != 0 or not np.isin(np.diff(epoch.astype(float)), (0, 1)).all()):
-        raise UserError(f"{file} is damaged: its epochs are not in order from 0")
 
 
 def read_object(path: Path) -> dict[str, Any]:

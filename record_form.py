@@ -1,15 +1,26 @@
-"""The form of one epoch's record, as README.md names its fields: checked, as it may be anyone's."""
+"""The form of records, as README.md names their fields: checked, as they may be anyone's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from configs.errors import UserError
 
 # The parts of a step, by their names in balancer.StepTimes.
 PHASES = ("data", "forward", "backward", "delay", "wait", "step")
 SPREAD = ("mean", "median", "p5", "p95")
+
+# What steps.npz holds: [steps of all epochs, …] each.
+STEP_ARRAYS = {
+    "epoch": np.int32,
+    "step": np.int32,
+    "batch_sizes": np.int32,
+    "busy": np.float32,
+    "wait": np.float32,
+}
 
 # Says whether a value is right, given the number of workers.
 _Test = Callable[[Any, int], bool]
@@ -23,6 +34,32 @@ def check(record: Mapping[str, Any], where: str) -> None:
     for name, test in _FIELDS.items():
         if name not in record or not test(record[name], len(sizes)):
             raise UserError(f"{where}: '{name}' is missing, or of another form")
+
+
+def with_test_fields(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record that lacks its evaluation, filled up with values that are right."""
+    missing = ("test_samples", "test_loss", "test_top1", "test_top5", "total_seconds")
+    return {**dict.fromkeys(missing, 0), **record}
+
+
+def step_fault(steps: Mapping[str, np.ndarray], whole: bool = True) -> str | None:
+    """What is wrong with the arrays of a run's steps, if anything is.
+
+    They must be numbers of one length, with epochs in order; whole: from epoch 0 on.
+    """
+    epoch = steps["epoch"]
+    for name, array in steps.items():
+        number = "iu" if np.issubdtype(STEP_ARRAYS[name], np.integer) else "f"
+        dimensions = 1 if name in ("epoch", "step") else 2
+        if array.dtype.kind not in number or array.ndim != dimensions:
+            return f"'{name}' is {array.dtype} {list(array.shape)}"
+        if len(array) != len(epoch):
+            return f"'{name}' has {len(array)} of {len(epoch)} steps"
+    if not len(epoch):
+        return None
+    if (whole and epoch[0] != 0) or not np.isin(np.diff(epoch.astype(float)), (0, 1)).all():
+        return "its epochs are not in order from 0"
+    return None
 
 
 def is_count(value: object, least: int = 1) -> bool:

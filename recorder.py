@@ -28,6 +28,7 @@ import torchvision
 import yaml
 
 import checkpoint
+import checkpoint_form
 import storage
 from balancer import EpochPlan
 from configs.errors import UserError
@@ -42,7 +43,6 @@ from reader import (
     LOCK,
     PREEMPTED,
     PROVENANCE,
-    STEP_ARRAYS,
     STEPS,
     all_starts,
     count_epochs,
@@ -50,6 +50,7 @@ from reader import (
     last_workers,
     parse_object,
 )
+from record_form import STEP_ARRAYS
 
 # What a start finds: nothing that it uses, a run to go on with, a run that it is to delete, or one
 # that an earlier start of the same job has finished.
@@ -196,9 +197,9 @@ class RunFolder:
         """Writes the trainer's state with the config and the records so far."""
         steps = self._joined_steps() if self._steps else {}
         whole = {
-            "format": checkpoint.FORMAT,
+            "format": checkpoint_form.FORMAT,
             "config": self._config,
-            "config_hash": checkpoint.config_hash(self._config),
+            "config_hash": checkpoint_form.config_hash(self._config),
             "records": "".join(line + "\n" for line in self._lines),
             "steps": {name: torch.from_numpy(array) for name, array in steps.items()},
             **state,

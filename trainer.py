@@ -192,13 +192,29 @@ class Trainer:
             self.next_epoch, self.began = state["next_epoch"], state["epoch_began"]
             self.trained, self.calibrated = state["trained"], state["calibrated"]
             self.module.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
+            self._load_optimizer(state["optimizer"])
             self.balancer.load_state_dict(state["balancer"], own and own["times"])
             self.clocks = Clocks(**state["clocks"])
         except PlanError:
             raise
         except _MISFITS as error:
             raise UserError(f"the checkpoint does not fit this run: {error!r}") from error
+
+    def _load_optimizer(self, state: dict[str, Any]) -> None:
+        """Sets the momentum alone: all else follows from the config. Raises ValueError."""
+        settings = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self.optimizer.param_groups
+        ]
+        self.optimizer.load_state_dict(state)
+        for group, own in zip(self.optimizer.param_groups, settings):
+            group.update(own)
+        for parameter, kept in self.optimizer.state.items():
+            momentum = kept.get("momentum_buffer")
+            if set(kept) - {"momentum_buffer"} or (
+                momentum is not None and momentum.shape != parameter.shape
+            ):
+                raise ValueError("the optimizer's state is of another model")
 
     def _load_part(self, parts: list[dict[str, Any]]) -> None:
         """Sets what each worker has of its own inside an epoch."""

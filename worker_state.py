@@ -49,7 +49,7 @@ def restore_part(
 
     Where the parts are of another number of workers, all start from the mean of their buffers,
     weighted by the samples that each has `handled` in the epoch, and what those that are gone have
-    counted is divided among the others.
+    counted is divided among the others. Raises ValueError for buffers of another model.
     """
     if len(parts) == size:
         buffers = parts[rank]["buffers"]
@@ -57,6 +57,8 @@ def restore_part(
         buffers = _mean([part["buffers"] for part in parts], handled[: len(parts)])
     with torch.no_grad():
         for name, buffer in module.named_buffers():
+            if buffers[name].shape != buffer.shape:
+                raise ValueError(f"buffer {name} is {list(buffers[name].shape)}")
             buffer.copy_(buffers[name])
     if rank < len(parts):
         torch.set_rng_state(parts[rank]["random"]["cpu"].cpu())

@@ -11,7 +11,7 @@ from data.images import Data
 
 # Mean and deviation, in units of 0..1: libraries decode JPEG files to the last bit differently.
 _TOLERANCE = 1e-4
-KINDS: dict[str, type] = {
+_KINDS: dict[str, type] = {
     "train_samples": int, "test_samples": int, "classes": list, "labels": str, "files": str,
     "mean": list, "std": list,
 }  # fmt: skip
@@ -33,10 +33,18 @@ def identity(data: Data) -> dict[str, Any]:
     }
 
 
+def is_one(value: Mapping[str, Any]) -> bool:
+    """Whether a mapping has the form of what `identity` gives."""
+    if not all(isinstance(value.get(name), kind) for name, kind in _KINDS.items()):
+        return False
+    levels = [*value["mean"], *value["std"]]
+    return len(levels) == 6 and all(isinstance(level, (int, float)) for level in levels)
+
+
 def changes(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """How two of them differ, in words; empty if they do not."""
     words = []
-    for name in KINDS:
+    for name in _KINDS:
         before, after = earlier[name], now[name]
         if name in ("mean", "std"):
             same = all(math.isclose(a, b, abs_tol=_TOLERANCE) for a, b in zip(before, after))

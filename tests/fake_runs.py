@@ -114,7 +114,7 @@ def fake_record(number: int, workers: int = 1, **changes: Any) -> dict[str, Any]
     config = fake_config(epochs=number + 1, batch_size=workers, stragglers=[])
     epochs, _ = _simulate(config, workers, 5, number + 1)
     sizes = {"batch_sizes": ones.astype(int).tolist(), "shares": (ones / workers).tolist()}
-    return {**epochs[-1], **sizes, **changes}
+    return {**json.loads(json.dumps(epochs[-1])), **sizes, **changes}
 
 
 def _simulate(

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from fake_checkpoints import trainer_state, whole_state
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_recorder import Bomb, bomb, names, one_epoch, opened, state
+from test_recorder import Bomb, bomb, names, one_epoch, opened
 from training import short_config
 
 import checkpoint
@@ -26,15 +27,6 @@ from recorder import CONTINUES, RunFolder
 __all__ = ["bomb"]  # a fixture
 
 CPU = torch.device("cpu")
-
-
-def whole(**changes: Any) -> dict[str, Any]:
-    config = {"name": "x"}
-    return {
-        "format": checkpoint.FORMAT, "config": config, "records": "", "steps": {},
-        "config_hash": checkpoint.config_hash(config), **state(1),
-        "model": {"weight": torch.arange(1000.0)}, **changes,
-    }  # fmt: skip
 
 
 def numbers(folder: Path) -> dict[str, int]:
@@ -56,20 +48,20 @@ def found(folder: Path) -> tuple[int, list[str]]:
 @pytest.mark.parametrize("keep", [1, 2, 3])
 def test_the_newest_are_kept(tmp_path, keep):
     for number in range(1, 6):
-        checkpoint.save(tmp_path, whole(next_epoch=number), keep)
+        checkpoint.save(tmp_path, whole_state(next_epoch=number), keep)
     expected = {"checkpoint.pt": 5, "checkpoint-1.pt": 4, "checkpoint-2.pt": 3}
     assert numbers(tmp_path) == dict(list(expected.items())[:keep])
-    checkpoint.save(tmp_path, whole(next_epoch=6), 1)
+    checkpoint.save(tmp_path, whole_state(next_epoch=6), 1)
     assert numbers(tmp_path) == {"checkpoint.pt": 6}
     checkpoint.drop(tmp_path)
     assert not checkpoint.exists(tmp_path) and names(tmp_path) == set()
 
 
-@pytest.mark.parametrize("call", range(4))
+@pytest.mark.parametrize("call", range(6))
 def test_one_is_always_there_wherever_the_writer_is_killed(tmp_path, monkeypatch, call):
     """It dies in the `call`-th renaming or deletion of a file."""
     for number in (1, 2):
-        checkpoint.save(tmp_path, whole(next_epoch=number), 2)
+        checkpoint.save(tmp_path, whole_state(next_epoch=number), 2)
     calls = [0]
 
     def deadly(whole_: Any) -> Any:
@@ -82,11 +74,11 @@ def test_one_is_always_there_wherever_the_writer_is_killed(tmp_path, monkeypatch
         return changed
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        for owner, name in ((Path, "rename"), (Path, "unlink"), (os, "replace"), (os, "fsync")):
+        for owner, name in ((Path, "unlink"), (os, "replace"), (os, "fsync")):
             patch.setattr(owner, name, deadly(getattr(owner, name)))
-        checkpoint.save(tmp_path, whole(next_epoch=3), 2)
+        checkpoint.save(tmp_path, whole_state(next_epoch=3), 2)
     assert found(tmp_path)[0] in (2, 3)
-    checkpoint.save(tmp_path, whole(next_epoch=4), 2)
+    checkpoint.save(tmp_path, whole_state(next_epoch=4), 2)
     assert found(tmp_path) == (4, [])
 
 
@@ -95,7 +87,7 @@ def test_one_is_always_there_wherever_the_writer_is_killed(tmp_path, monkeypatch
 
 def test_a_damaged_one_is_reported_and_the_one_before_it_used(tmp_path):
     for number in (1, 2):
-        checkpoint.save(tmp_path, whole(next_epoch=number), 2)
+        checkpoint.save(tmp_path, whole_state(next_epoch=number), 2)
     file = tmp_path / "checkpoint.pt"
     content = file.read_bytes()
     flipped = bytearray(content)
@@ -110,7 +102,7 @@ def test_a_damaged_one_is_reported_and_the_one_before_it_used(tmp_path):
 
 
 def test_objects_in_a_checkpoint_are_never_unpickled(tmp_path, bomb):
-    torch.save(whole(model={"weight": Bomb()}), tmp_path / "checkpoint.pt")
+    torch.save(whole_state(model={"weight": Bomb()}), tmp_path / "checkpoint.pt")
     with pytest.raises(UserError, match=r"checkpoint\.pt"):
         found(tmp_path)
     assert not bomb.exists()
@@ -118,7 +110,7 @@ def test_objects_in_a_checkpoint_are_never_unpickled(tmp_path, bomb):
 
 def test_another_run_s_checkpoint_ends_the_search(tmp_path):
     for number in (1, 2):
-        checkpoint.save(tmp_path, whole(next_epoch=number), 2)
+        checkpoint.save(tmp_path, whole_state(next_epoch=number), 2)
 
     def check(state: Any) -> None:
         raise UserError("another seed")
@@ -128,14 +120,14 @@ def test_another_run_s_checkpoint_ends_the_search(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"format": 2}, {"steps": None}, {"config": {"name": "y"}}, {"config": {1: CPU}}]
+    "changes", [{"format": 1}, {"steps": None}, {"config": {"name": "y"}}, {"config": {1: CPU}}]
 )
 def test_what_is_not_of_this_version_is_named(tmp_path, changes):
     with pytest.raises(UserError, match=r"a\.pt is"):
-        checkpoint.load(bytes(checkpoint.packed(whole(**changes))), tmp_path / "a.pt", CPU)
+        checkpoint.load(bytes(checkpoint.packed(whole_state(**changes))), tmp_path / "a.pt", CPU)
 
 
-WHOLE = bytes(checkpoint.packed(whole()))
+WHOLE = bytes(checkpoint.packed(whole_state()))
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
@@ -160,10 +152,10 @@ def test_random_bytes_are_nothing_but_a_line(content):
     check_loaded_or_refused(archive.getvalue())
 
 
-@given(st.sampled_from(sorted(whole())), plain)
+@given(st.sampled_from(sorted(whole_state())), plain)
 @settings(max_examples=100, deadline=None)
 def test_another_type_anywhere_is_nothing_but_a_line(key, value):
-    check_loaded_or_refused(bytes(checkpoint.packed(whole(**{key: value}))))
+    check_loaded_or_refused(bytes(checkpoint.packed({**whole_state(), key: value})))
 
 
 def check_loaded_or_refused(content: bytes) -> None:
@@ -201,13 +193,13 @@ def test_a_full_disk_is_told_and_leaves_what_was_there(tmp_path, method, room):
     folder = opened(tmp_path / "run")
     folder.write_provenance({"world_size": 1})
     folder.append_epoch(*one_epoch(0))
-    folder.save_checkpoint(state(1))
+    folder.save_checkpoint(trainer_state(1))
     files = names(folder.path)
     what = {"append_epoch": one_epoch(1), "finish": ({"w": torch.ones(5000)},)}
     with pytest.MonkeyPatch.context() as monkeypatch:
         fill_disk(monkeypatch, room)
         try:
-            getattr(folder, method)(*what.get(method, (state(2),)))
+            getattr(folder, method)(*what.get(method, (trainer_state(2),)))
         except UserError as error:
             assert "No space left" in str(error) and str(folder.path) in str(error)
             assert str(error).isprintable()

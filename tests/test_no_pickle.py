@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fake_checkpoints import saved, whole_state
 from fake_runs import write_run
 from image_tree import config_for, opened, refusal, write_tree
-from test_fuzz_checkpoint import STATE, saved
 
 import checkpoint
 from configs.errors import UserError
@@ -123,7 +123,7 @@ def test_nothing_unpickles_or_runs_text_as_code():
 def test_reading_everything_needs_no_unpickler(tmp_path, monkeypatch):
     run = write_run(tmp_path, epochs=2, steps=4)
     config = config_for(write_tree(tmp_path / "tree"), tmp_path)
-    content = saved(STATE)
+    content = saved(whole_state())
 
     def refuse(*given: object, **named: object) -> None:
         raise AssertionError("something was unpickled")
@@ -131,5 +131,5 @@ def test_reading_everything_needs_no_unpickler(tmp_path, monkeypatch):
     for name in ("load", "loads", "Unpickler", "_Unpickler"):
         monkeypatch.setattr(pickle, name, refuse)
     assert len(read_run(run).epochs) == 2
-    assert checkpoint.load(content, tmp_path, torch.device("cpu"))["next_epoch"] == 2
+    assert checkpoint.load(content, tmp_path, torch.device("cpu"))["next_epoch"] == 1
     assert opened(config).train.labels.shape == (12,)

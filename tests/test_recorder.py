@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fake_checkpoints import trainer_state
 from fake_runs import fake_record, write_run
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -249,14 +250,6 @@ def one_epoch(number: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     return fake_record(number, note="ü"), steps
 
 
-def state(next_epoch: int) -> dict[str, Any]:
-    """What a trainer gives to be saved."""
-    return {
-        "world_size": 1, "next_epoch": next_epoch, "epoch_began": 0.0, "trained": {}, "model": {},
-        "optimizer": {}, "balancer": {}, "calibrated": [], "clocks": {}, "workers": [],
-    }  # fmt: skip
-
-
 def names(path: Path) -> set[str]:
     return {file.name for file in path.iterdir()}
 
@@ -266,7 +259,7 @@ def test_nothing_temporary_is_left(tmp_path):
     folder.write_provenance({"world_size": 1})
     for number in range(2):
         folder.append_epoch(*one_epoch(number))
-        folder.save_checkpoint(state(number + 1))
+        folder.save_checkpoint(trainer_state(number + 1))
     assert names(folder.path) == {*FILES, "checkpoint.pt", "checkpoint-1.pt", ".lock"}
     folder.finish({"weight": torch.ones(2)})
     assert names(folder.path) == {*FILES, "final.pt"}
@@ -282,7 +275,7 @@ def die_while_writing(path: str, method: str) -> None:
     folder = opened(Path(path))
     folder.write_provenance({"world_size": 1})
     folder.append_epoch(*one_epoch(0))
-    folder.save_checkpoint(state(1))
+    folder.save_checkpoint(trainer_state(1))
 
     def half(target: Path, content: bytes) -> None:
         target.with_name(f".{target.name}.tmp").write_bytes(bytes(content)[: len(content) // 2])
@@ -291,7 +284,7 @@ def die_while_writing(path: str, method: str) -> None:
     storage.stage = half
     if method == "append_epoch":
         folder.append_epoch(*one_epoch(1))
-    getattr(folder, method)(state(2))
+    getattr(folder, method)(trainer_state(2))
 
 
 @pytest.mark.parametrize("method", ["append_epoch", "save_checkpoint", "finish"])
@@ -311,7 +304,7 @@ def test_a_writer_that_is_killed_leaves_the_old_files_whole(tmp_path, method):
     assert saved["next_epoch"] == 1
     assert folder.restore(saved) == [one_epoch(0)[0]]
     folder.append_epoch(*one_epoch(1))
-    folder.save_checkpoint(state(2))
+    folder.save_checkpoint(trainer_state(2))
     folder.finish({"weight": torch.ones(2)})
     assert names(path) == {*FILES, "final.pt"}
     assert read_run(path).steps["epoch"].tolist() == [0, 0, 1, 1]
@@ -336,7 +329,7 @@ def test_only_the_first_start_of_a_job_overwrites(tmp_path):
         return folder.open(config, 1, "never", overwrite=True, job=Job(job))
 
     folder.append_epoch(*one_epoch(0))
-    folder.save_checkpoint(state(1))
+    folder.save_checkpoint(trainer_state(1))
     assert (found("a"), found("b"), found(None)) == (CONTINUES, REPLACES, REPLACES)
     folder.write_provenance({"job": "b"})  # by which it was continued
     assert found("b") == REPLACES
@@ -356,7 +349,7 @@ def test_a_launcher_s_further_starts_go_on_with_what_its_first_one_has_begun(tmp
     found: list[str] = []
     old = opened(path)  # by no launcher
     old.append_epoch(*one_epoch(0))
-    old.save_checkpoint(state(1))
+    old.save_checkpoint(trainer_state(1))
     # Killed before they had come to the point of beginning, a start and its restart are alike.
     for _ in range(2):
         start("a", overwrite=True)
@@ -371,13 +364,13 @@ def test_a_launcher_s_further_starts_go_on_with_what_its_first_one_has_begun(tmp
         folder.restore(None)
         folder.write_provenance({"launchers": ["b"]})
     folder.append_epoch(*one_epoch(0))
-    folder.save_checkpoint(state(1))
+    folder.save_checkpoint(trainer_state(1))
     start("b", overwrite=True)
     folder.write_provenance({"launchers": ["b", "c"]})
     start("c")
     assert found == [REPLACES] * 3 + [NEW] * 2 + [CONTINUES] * 2
     folder.finish({"weight": torch.ones(2)})
-    checkpoint.save(path, state(1), 1)  # killed before the checkpoint was dropped
+    checkpoint.save(path, trainer_state(1), 1)  # killed before the checkpoint was dropped
     start("c", overwrite=True)
     assert found[-1] == FINISHED and names(path) == {*FILES, "final.pt"}
     with pytest.raises(UserError, match="finished run"):
