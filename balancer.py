@@ -509,7 +509,8 @@ class Balancer:
         # Of what lies ahead, other workers' plans are void.
         done, self.next_step = state["next_step"] or steps, state["next_step"]
         self._restore_plan(state["changes"], steps if same else done)
-        self.busy = np.array(state["busy"] if same else [np.nan] * self.workers, np.float64)
+        busy = state["busy"] if same else [np.nan] * self.workers
+        self.busy = np.array(busy, np.float64).reshape(self.workers)
         self._segment = state["segment"] if same and times is not None else self.next_step
         seen = {name: np.full(done, np.nan) for name in (field.name for field in fields(StepTimes))}
         for name, seconds in (times or {}).items():

@@ -137,6 +137,10 @@ class Workers:
         outcome = job.run(work) if self.local_rank == 0 else job.wait()
         return self._shared(outcome, self.rank - self.local_rank)
 
+    def together(self, work: Callable[[], None]) -> None:
+        """Runs `work` on every worker; a UserError of any of them reaches all."""
+        self._shared(_outcome(work), self.rank)
+
     def once(self, work: Callable[[], Any]) -> Any:
         """Runs `work` on rank 0 alone; its JSON-able result, or its UserError, reaches all."""
         return self._shared(_outcome(work) if self.is_first else {}, 0)

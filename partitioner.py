@@ -399,7 +399,9 @@ class Partitioner:
         lists = (state["batch_sizes"], state["maximum"], state["time_model"]["weight"])
         if {len(values) for values in lists} != {count}:
             raise ValueError("a partitioner's lists are of different lengths")
-        _check_positive(state["shares"], count, "share")
+        shares = np.array(state["shares"], dtype=np.float64)
+        if not (np.isfinite(shares) & (shares > 0)).all():
+            raise ValueError(f"shares {state['shares']} are not positive")
         sizes = np.array(state["batch_sizes"])
         others = count == self.workers and sizes.sum() != self.batch_size
         if sizes.dtype.kind != "i" or sizes.min() < 0 or others:

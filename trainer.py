@@ -144,7 +144,7 @@ class Trainer:
         known = saved is not None and saved["config"]["stragglers"] == now
         busy = self._rehearse(0 if known or not must_measure(rules) else CALIBRATION_STEPS)
         if saved is not None:
-            self._load(saved)
+            self.workers.together(lambda: self._load(saved))
         if not known:
             self.calibrated = calibrate(rules, busy, self.config.timeout)
         self.balancer.agree_on_caps()
@@ -153,7 +153,7 @@ class Trainer:
         self.stragglers = Stragglers(rules, rank, self.config.seed, mine)
         self.workers.check_replicas(self.module)
         if saved is not None and saved["workers"]:
-            self._load_part(saved["workers"])
+            self.workers.together(lambda: self._load_part(saved["workers"]))
 
     def state(self) -> dict[str, Any]:
         """All that a continued run needs: whole on rank 0 alone, but all workers must call it.

@@ -33,7 +33,7 @@ def decode(path: str, size: int, shorter: int | None) -> np.ndarray:
     shorter: pixels that the shorter side is brought to (bilinear, antialiased) before the centre is
     cut out. Raises UserError for an unreadable file, or without `shorter` for another size.
     """
-    image = _rgb(path)
+    image = _rgb(path, shorter)
     if shorter is not None:
         image = transforms.resize(image, [shorter], InterpolationMode.BILINEAR, antialias=True)
         image = transforms.center_crop(image, [size, size])
@@ -62,11 +62,14 @@ def decode_part(path: str, size: int, seed: int) -> np.ndarray:
     return np.asarray(image).transpose(2, 0, 1)
 
 
-def _rgb(path: str) -> Image.Image:
+def _rgb(path: str, shorter: int | None = None) -> Image.Image:
+    """shorter: what its shorter side is going to be brought to."""
     try:
         with Image.open(path, formats=FORMATS) as file:
             _refuse_deep_pixels(file.mode, path)
             _refuse_many_pixels(file.size, path)
+            if shorter is not None:
+                _refuse_long_sides(file.size, shorter, path)
             return file.convert("RGB")
     except UserError:
         raise
@@ -80,6 +83,9 @@ def image_side(path: str) -> int:
     try:
         with Image.open(path, formats=FORMATS) as file:
             width, height = file.size
+            _refuse_many_pixels(file.size, path)
+    except UserError:
+        raise
     except Exception as error:  # as in `_rgb`
         reason = " ".join(str(error).split())
         raise UserError(f"cannot read image {path}: {reason}") from error
@@ -141,6 +147,16 @@ def _refuse_many_pixels(size: tuple[int, int], path: str) -> None:
     if width * height > MOST_PIXELS:
         raise UserError(
             f"image {path} is {width}x{height} pixels, more than {MOST_PIXELS:,}: make it smaller"
+        )
+
+
+def _refuse_long_sides(size: tuple[int, int], shorter: int, path: str) -> None:
+    """A long, thin image would become a huge one if its shorter side grew."""
+    width, height = size
+    if shorter**2 * max(size) > MOST_PIXELS * min(size):
+        raise UserError(
+            f"image {path} is {width}x{height} pixels, too long to bring its shorter side to "
+            f"{shorter}: cut it"
         )
 
 

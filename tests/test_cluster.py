@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ import torch
 from processes import run_workers, values
 
 import cluster
-from cluster import checksum, join
+from cluster import Preempted, checksum, join
 from configs.errors import UserError
 
 
@@ -112,6 +114,85 @@ def slow_preparation() -> str:
 
 def test_preparation_may_take_longer_than_a_step(tmp_path):
     assert values(run_workers(tmp_path, 2, slow_preparation)) == ["prepared"] * 2
+
+
+def long_preparation(fate: str) -> dict[str, Any]:
+    """Two nodes of two workers, whose first ones would work for long; rank 3 or 2 has a fate."""
+    rank = int(os.environ["RANK"])
+    os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(rank % 2), "2"
+    cleaned, began = [], time.monotonic()
+
+    def work() -> None:
+        if fate == "fails" and rank == 2:
+            raise UserError("rank 2 cannot")
+        try:
+            while True:
+                try:
+                    time.sleep(60)
+                except Exception:  # as code does that takes any file to be damaged
+                    pass
+        finally:
+            cleaned.append(rank)
+
+    def asked() -> bool:
+        late = rank == 3 and time.monotonic() > began + 1
+        if fate == "dies" and late:
+            os._exit(9)
+        if fate == "hangs" and late:
+            time.sleep(100)
+        return fate == "asked" and late
+
+    with join("gloo", "cpu", 1, 2.0) as workers:
+        end = ""
+        try:
+            workers.once_per_node(work, asked)
+        except (RuntimeError, UserError, Preempted) as error:
+            end = type(error).__name__
+            if fate in ("dies", "hangs"):  # there is no end of the group without rank 3
+                Path(os.environ["NOTE"], str(rank)).write_text(json.dumps([end, cleaned]))
+                os._exit(7)
+        return {"end": end, "cleaned": cleaned, "seconds": time.monotonic() - began}
+
+
+@pytest.mark.parametrize(
+    "fate, end, cleaned",
+    [("asked", "Preempted", [[0], [], [2], []]), ("fails", "UserError", [[0], [], [], []])],
+)
+def test_long_preparation_ends_everywhere_when_it_is_to_end_anywhere(tmp_path, fate, end, cleaned):
+    got = values(run_workers(tmp_path, 4, long_preparation, fate, limit=30.0))
+    assert [worker["end"] for worker in got] == [end] * 4
+    assert [worker["cleaned"] for worker in got] == cleaned
+    assert max(worker["seconds"] for worker in got) < 20
+
+
+@pytest.mark.parametrize("fate", ["dies", "hangs"])
+def test_long_preparation_ends_when_a_worker_is_lost(tmp_path, fate):
+    where = {"NOTE": str(tmp_path)}
+    outcomes = run_workers(
+        tmp_path, 4, long_preparation, fate, limit=20.0, environment=where
+    )
+    assert [outcome.code for outcome in outcomes] == [7, 7, 7, 9 if fate == "dies" else None]
+    notes = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(3)]
+    assert [cleaned for _, cleaned in notes] == [[0], [], [2]]
+
+
+def test_a_launcher_s_name_is_its_own(monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert cluster.launcher_process() is None
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    ours = cluster.launcher_process()
+    assert ours == cluster.launcher_process()
+    code = "import cluster; print(cluster.launcher_process())"
+    same = (
+        "import subprocess, sys\n"
+        "for _ in range(2): subprocess.run([sys.executable, '-c', sys.argv[1]], check=True)"
+    )
+    for _ in range(2):
+        command = [sys.executable, "-c", same, code]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        one, other = done.stdout.split()
+        assert one == other != ours
+        ours = one
 
 
 # --- one process ----------------------------------------------------------------------------------

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import pickle
+import shutil
+import stat
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +21,7 @@ from PIL import Image
 
 import models
 from configs.schema import DataConfig
-from data import cache, decoding, open_data, prepare
+from data import cache, decoding, identity, open_data, prepare
 from data.augment import normalise
 from data.images import CachedImages, FileImages
 
@@ -255,6 +261,63 @@ def test_the_quicker_process_fills_the_cache(tmp_path: Path) -> None:
         with cache.new_folder(str(target)) as quicker:
             Path(quicker, "quicker").touch()
     assert os.listdir(target.parent) == ["set-0"] and os.listdir(target) == ["quicker"]
+
+
+def test_what_a_killed_process_has_left_is_removed(tmp_path: Path) -> None:
+    """Not so what one that is at work has there, nor another target's."""
+    target, code = tmp_path / "cache" / "set-0", (
+        "import os, sys; from data import cache\n"
+        "with cache.new_folder(sys.argv[1]) as folder: open(folder + '/half', 'w'); os._exit(9)"
+    )
+    for name in ("set-0", "set-00"):
+        command = [sys.executable, "-c", code, str(target.with_name(name))]
+        assert subprocess.run(command, timeout=60, check=False).returncode == 9
+    with cache.new_folder(str(target.with_name("set"))):
+        assert len(os.listdir(target.parent)) == 2 * 2 + 2
+    assert len(os.listdir(target.parent)) == 2 * 2 + 1
+    with cache.new_folder(str(target)), cache.new_folder(str(target)):
+        names = [name.split(".") for name in os.listdir(target.parent) if name[0] == "."]
+        both = [("set-0", "lock"), ("set-0", "part")]
+        other = [("set-00", "lock"), ("set-00", "part")]
+        assert sorted((name[1], name[-1]) for name in names) == sorted([*both, *both, *other])
+    assert stat.S_IMODE(target.stat().st_mode) == 0o777 & ~_umask()
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def test_a_folder_without_a_lock_is_left_for_a_day(tmp_path: Path) -> None:
+    for name, age in (("new", 60), ("old", 25 * 3600)):
+        folder = tmp_path / f".set.{name}.part"
+        folder.mkdir()
+        os.utime(folder, (time.time() - age,) * 2)
+    with cache.new_folder(str(tmp_path / "set")):
+        pass
+    assert sorted(os.listdir(tmp_path)) == [".set.new.part", "set"]
+
+
+# --- what data are known by ---
+
+
+def test_copies_of_a_set_are_known_as_one_and_others_are_not(tmp_path: Path) -> None:
+    root = write_tree(tmp_path / "tree")
+    first = identity.identity(opened(config_for(root, tmp_path)))
+    copy = Path(shutil.copytree(root, tmp_path / "elsewhere", copy_function=shutil.copyfile))
+    packed = write_archive(tmp_path / "tree.tgz", root)
+    for source, changes in ((copy, {}), (packed, {}), (root, {"memory_limit_gib": 0.0})):
+        data = opened(config_for(source, tmp_path, **changes))
+        assert identity.changes(first, identity.identity(data)) == ""
+    assert identity.is_one(json.loads(json.dumps(first))) and not identity.is_one({})
+    subset = identity.identity(opened(config_for(root, tmp_path, subset=7)))
+    assert identity.changes(first, subset) == "train_samples 12, now 7; labels"
+    moved = {**first, "mean": [first["mean"][0] + 2e-4, *first["mean"][1:]]}
+    assert identity.changes(first, moved) == "mean"
+    shutil.copy(root / "train" / "cat" / "00.png", root / "train" / "cat" / "99.png")
+    more = identity.identity(opened(config_for(root, tmp_path)))
+    assert identity.changes(first, more).startswith("train_samples 12, now 13; labels; files; mean")
 
 
 def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

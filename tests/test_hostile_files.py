@@ -258,6 +258,20 @@ def test_an_image_of_very_many_pixels_is_not_decoded(tmp_path, little_memory):
     assert "00.png" in message and "9000x9000" in message
 
 
+@pytest.mark.parametrize("size", [(60_000, 1), (1, 60_000)])
+def test_a_long_thin_image_is_not_made_a_huge_one(tmp_path, little_memory, size):
+    root = write_tree(tmp_path / "tree")
+    Image.new("RGB", size).save(root / "train" / "cat" / "00.png")
+    message = refusal(config_for(root, tmp_path, image_size=224))
+    assert "00.png" in message and f"{size[0]}x{size[1]}" in message
+
+
+def test_a_header_of_very_many_pixels_is_refused_before_there_is_room_for_them(tmp_path):
+    root = write_tree(tmp_path / "tree")
+    Image.new("1", (9000, 9000)).save(root / "train" / "cat" / "00.png")
+    assert "9000x9000" in refusal(config_for(root, tmp_path))
+
+
 def test_what_is_no_image_is_never_given_to_another_program(tmp_path, monkeypatch):
     """Pillow hands an EPS file, whatever it is called, to Ghostscript."""
     started = []

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from image_tree import write_tree
 from processes import run_trainer
 from training import Trained, launch, records, run_path, train
 
@@ -223,6 +224,14 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "runs"
 
 
+@pytest.fixture(scope="module")
+def preempted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of which an epoch and two steps are done; to be copied."""
+    folder = tmp_path_factory.mktemp("preempted")
+    interrupt(folder, 2, "save_checkpoint", 4, **LENET, checkpoint__every=2)
+    return folder / "runs"
+
+
 @pytest.mark.parametrize("name", ["checkpoint.pt", "config.yaml", "provenance.json"])
 @pytest.mark.parametrize("content", [b"", b"\xff no such thing\n"])
 def test_a_damaged_file_of_an_unfinished_run_is_named_by_every_worker(
@@ -236,6 +245,63 @@ def test_a_damaged_file_of_an_unfinished_run_is_named_by_every_worker(
         assert outcome.code == 2, outcome.output
         assert outcome.output.startswith(f"trainer.py: error: rank {rank}: ")
         assert outcome.output.count("\n") == 1 and name in outcome.output
+
+
+def _set(state: dict[str, Any], place: str, value: Any) -> None:
+    *parents, key = place.split(".")
+    for parent in parents:
+        state = state[int(parent) if parent.isdecimal() else parent]
+    state[int(key) if key.isdecimal() else key] = value
+
+
+@pytest.mark.parametrize(
+    "place, value",
+    [
+        ("optimizer.state.0.momentum_buffer", torch.zeros(3)),
+        ("optimizer.state.0.more", torch.zeros(3)),
+        ("optimizer.param_groups", []),
+        ("model", {}),
+        ("balancer.changes", [(0, [1, 2])]),
+        ("balancer.busy", None),
+        ("balancer.segment", -1),
+        ("balancer.partition.batch_sizes", [40, -8]),
+        ("balancer.partition.shares", [0.5, -0.5]),
+        ("balancer.partition.maximum", [32.0]),
+        ("balancer.partition.time_model.weight", [1.0]),
+        ("workers.0.random.cpu", torch.zeros(3, dtype=torch.uint8)),
+    ],
+)
+def test_a_state_of_another_model_or_plan_is_refused_before_anything_is_written(
+    tmp_path, preempted, place, value
+):
+    shutil.copytree(preempted, tmp_path / "runs")
+    path = run_path(tmp_path)
+    state = torch.load(path / "checkpoint.pt", weights_only=True)
+    _set(state, place, value)
+    torch.save(state, path / "checkpoint.pt")
+    files = [path / name for name in ("epochs.jsonl", "steps.npz", "provenance.json")]
+    before = [file.read_bytes() for file in files]
+    for outcome in launch(tmp_path, 2, limit=30.0, **LENET):
+        assert outcome.code == 2, outcome.output
+        assert "checkpoint" in outcome.output.splitlines()[-1]
+        assert "Traceback" not in outcome.output
+    assert [file.read_bytes() for file in files] == before
+
+
+def test_other_data_are_refused_and_named(tmp_path):
+    root = write_tree(tmp_path / "tree", train=24, test=4, size=(32, 32))
+    options = {**LENET, "batch_size": 16, "data": {
+        "name": "image_folder", "root": str(root), "cache": str(tmp_path / "cache")}}
+    interrupt(tmp_path, 2, "append_epoch", 2, **options)
+    kept = (run_path(tmp_path) / "epochs.jsonl").read_bytes()
+    image = root / "train" / "cat" / "00.png"
+    image.rename(tmp_path / "aside.png")
+    for outcome in launch(tmp_path, 2, limit=30.0, **options):
+        assert outcome.code == 2 and "train_samples 48, now 47; labels; files" in outcome.output
+        assert "Traceback" not in outcome.output and "--overwrite" in outcome.output
+    assert (run_path(tmp_path) / "epochs.jsonl").read_bytes() == kept
+    (tmp_path / "aside.png").rename(image)
+    assert train(tmp_path, 2, **options).column("epoch") == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("name", ["steps.npz", "epochs.jsonl"])
