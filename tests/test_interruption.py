@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from image_tree import write_tree
 from processes import run_trainer
 from test_resume import LENET, READ_AHEAD, RESNET, check_equal
 from training import launch, records, run_path, train
@@ -90,6 +91,43 @@ def test_all_stop_at_one_step_with_a_checkpoint_and_go_on_from_there(
     assert place["epoch"] < 3 and not (path / "final.pt").exists()
     continued = train(tmp_path, size, **options)
     check_equal(continued, train(tmp_path / "undisturbed", size, **options))
+    assert not (path / "preempted").exists()
+
+
+def asked_while_preparing(name: str, note: str, *argv: str) -> None:
+    """The command line, where worker 1 gets a signal as worker 0 has begun to decode."""
+    import data.folder
+
+    measure = data.folder.histogram
+
+    def slow(images: Any) -> Any:
+        Path(note).touch()
+        time.sleep(1)  # of some work that is not broken off
+        return measure(images)
+
+    data.folder.histogram = slow
+    if os.environ["RANK"] == "1":
+        code = f"while [ ! -e {note} ]; do sleep 0.1; done; kill -{name[3:]} {os.getpid()}"
+        subprocess.Popen(["sh", "-c", code])
+    run_trainer(*argv)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_all_stop_while_data_are_made_ready_and_leave_nothing_half_made(tmp_path, name):
+    root = write_tree(tmp_path / "tree", train=3000, test=4, size=(8, 8))
+    cache, note = tmp_path / "cache", tmp_path / "note"
+    options = {**LENET, "epochs": 1, "data": {
+        "name": "image_folder", "root": str(root), "cache": str(cache), "image_size": 32,
+        "subset": 64}}  # fmt: skip
+    before = (name, str(note))
+    outcomes = launch(tmp_path, 2, target=asked_while_preparing, before=before, **options)
+    assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
+    assert f"asked to stop ({name}) while the data were made ready" in outcomes[0].output
+    assert time.time() - note.stat().st_mtime < 20
+    assert list(cache.iterdir()) == []
+    path = run_path(tmp_path)
+    assert json.loads((path / "preempted").read_text()) == {"signal": name}
+    assert train(tmp_path, 2, **options).column("epoch") == [0]
     assert not (path / "preempted").exists()
 
 

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from processes import still_running
 from test_launch import free_port
-from test_resume import LENET, READ_AHEAD, check_equal
+from test_resume import LENET, READ_AHEAD, check_equal, interrupt
 from training import read, run_path, short_config, train
 
 from experiments.launcher import descendants, end
@@ -75,6 +75,61 @@ def test_killed_workers_are_restarted_and_the_run_goes_on_by_itself(tmp_path):
         "config.yaml", "provenance.json", "epochs.jsonl", "steps.npz", "final.pt"
     }  # fmt: skip
     assert still_running(str(tmp_path)) == []
+
+
+def restarted(folder: Path, fates: Any, *arguments: str, **options: Any) -> str:
+    """A run of which all fates are met, and what was said."""
+    process = torchrun(
+        folder, *ALONE, "--max-restarts=3", fates=fates, more=arguments, **options
+    )
+    try:
+        assert process.wait(120) == 0, (folder / "log").read_text()[-3000:]
+    finally:
+        end(process)
+    return (folder / "log").read_text()
+
+
+def test_a_killed_start_has_not_overwritten_what_it_had_not_come_to(tmp_path):
+    """The first start is killed while it rehearses, the second one in the second epoch."""
+    folder, options = tmp_path / "run", {**OPTIONS, "checkpoint__every": "epoch"}
+    interrupt(folder, 2, "append_epoch", 3, **options)  # two epochs of an older run
+    before = (run_path(folder) / "epochs.jsonl").read_text()
+    log = restarted(folder, {"0": [1, 1], "1": [1, 2 + 6]}, "--overwrite", **options)
+    assert "--overwrite: done at the first start of this job, which goes on" in log
+    run = read(folder)
+    check_equal(run, train(tmp_path / "undisturbed", 2, **options))
+    assert len(run.provenance["continued"]) == 1
+    assert run.epochs[0]["train_seconds"] != json.loads(before.splitlines()[0])["train_seconds"]
+
+
+def test_a_restart_does_not_make_never_mean_auto(tmp_path):
+    """Killed before anything is begun, it refuses at each start; begun by it, the run goes on."""
+    folder, options = tmp_path / "run", {**OPTIONS, "checkpoint__every": "epoch"}
+    restarted(folder, {"0": [0, 2 + 6]}, "--resume=never", **options)
+    assert read(folder).column("epoch") == [0, 1, 2]
+    other = tmp_path / "other"
+    interrupt(other, 2, "append_epoch", 2, **options)
+    before = (run_path(other) / "epochs.jsonl").read_text()
+    more = ["--resume=never"]
+    process = torchrun(other, *ALONE, "--max-restarts=1", fates={}, more=more, **options)
+    try:
+        assert process.wait(120) == 1
+    finally:
+        end(process)
+    assert (other / "log").read_text().count("rank 0: ") == 2
+    assert "holds an unfinished run: --resume auto" in (other / "log").read_text()
+    assert (run_path(other) / "epochs.jsonl").read_text() == before
+
+
+@pytest.mark.parametrize("more", [[], ["--overwrite"], ["--resume=never"]])
+def test_a_worker_that_is_killed_after_the_run_s_end_does_not_make_it_fail(tmp_path, more):
+    log = restarted(tmp_path / "run", {"0": [0, "end"]}, *more, **{**OPTIONS, "epochs": 1})
+    assert "holds this job's run, which is finished: nothing is left to do" in log
+    run = read(tmp_path / "run")
+    assert run.column("epoch") == [0] and "continued" not in run.provenance
+    assert sorted(file.name for file in run.path.iterdir()) == [
+        "config.yaml", "epochs.jsonl", "final.pt", "provenance.json", "steps.npz"
+    ]  # fmt: skip
 
 
 def test_a_launcher_that_is_asked_to_end_leaves_a_run_to_go_on_with(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import shutil
 from datetime import datetime
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from processes import Outcome, values
+from processes import Outcome, run_trainer, values
 from test_bad_input import refusals
 from test_resume import interrupt
 from training import Trained, launch, read, run_path, short_config, train, work_per_sample
@@ -254,3 +255,40 @@ def test_algorithms_and_seeds_have_folders_of_their_own(tmp_path, finished):
         "short/edp-sgd/seed-42", "short/dp-sgd/seed-42", "short/edp-sgd/seed-7",
         "short+optimizer.lr=0.01/edp-sgd/seed-42",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    [".epochs.jsonl.tmp", "epochs.jsonl", "steps.npz", "preempted", ".lock", "provenance.json"],
+)
+def test_a_folder_in_a_file_s_place_is_named(tmp_path, unfinished, name):
+    folder = copied(unfinished, tmp_path)
+    file = run_path(folder) / name
+    file.unlink(missing_ok=True)
+    file.mkdir()
+    kept = (run_path(folder) / "checkpoint.pt").read_bytes()
+    outcomes = launch(folder, 2, limit=30.0, **OPTIONS)
+    for outcome in outcomes:
+        assert outcome.code == 2 and "Traceback" not in outcome.output, outcome.output
+        assert name.removesuffix(".tmp").strip(".") in outcome.output.splitlines()[-1]
+    assert (run_path(folder) / "checkpoint.pt").read_bytes() == kept
+
+
+def on_two_nodes(blind: bool, *argv: str) -> None:
+    """The command line on nodes of one worker each; blind: the second has a disk of its own."""
+    import recorder
+
+    rank = os.environ["RANK"]
+    os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = "0", "1"
+    if blind and rank == "1":
+        recorder.RunFolder.sees = lambda self, name: False
+    run_trainer(*argv)
+
+
+@pytest.mark.parametrize("blind", [True, False])
+def test_nodes_that_do_not_see_the_records_are_told(tmp_path, blind):
+    options = {"epochs": 1, "target": on_two_nodes, "before": (blind,)}
+    first, second = launch(tmp_path, 2, **options)
+    assert (first.code, second.code) == (0, 0), first.output
+    assert ("is not seen by the nodes of ranks 1:" in first.output) == blind
+    assert not list(run_path(tmp_path).glob(".*"))
