@@ -88,6 +88,12 @@ def _milliseconds(seconds: float | None, digits: int) -> str:
     return "-" if seconds is None else f"{1000 * seconds:.{digits}f}"
 
 
+def _phase(record: Mapping[str, Any], phase: str, rank: int) -> str:
+    seconds = record["phases"][phase][rank]
+    # With micro-batches the forward passes are not told from the backward ones.
+    return _milliseconds(None if phase == "forward" and seconds == 0 else seconds, 2)
+
+
 def summary(records: Sequence[Mapping[str, Any]], devices: Sequence[str]) -> str:
     """The run's table: each worker's phases in milliseconds per step, in the last epoch."""
     last = records[-1]
@@ -95,7 +101,7 @@ def summary(records: Sequence[Mapping[str, Any]], devices: Sequence[str]) -> str
     rows = [
         [str(rank), device, str(last["batch_sizes"][rank]), f"{last['shares'][rank]:.3f}"]
         + [_milliseconds(last["busy"]["mean"][rank], 2)]
-        + [_milliseconds(last["phases"][phase][rank], 2) for phase in PHASES]
+        + [_phase(last, phase, rank) for phase in PHASES]
         # Those of the last epoch, if the run's end has seen another number of workers.
         for rank, device in enumerate(devices[: len(last["shares"])])
     ]

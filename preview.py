@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import yaml
 
 from balancer import Balancer
@@ -9,6 +11,7 @@ from cluster import Workers
 from configs.command_line import Launch, run_folder
 from configs.schema import Config, to_mapping
 from data.sources import outline
+from recorder import CONTINUES, NEW, REPLACES, RunFolder
 from schedule import learning_rate, warm_up_rates
 from workload import (
     build_balancer,
@@ -19,13 +22,22 @@ from workload import (
     replayed,
 )
 
+_FOUND = {
+    NEW: "a new run",
+    CONTINUES: "holds an unfinished run, which goes on",
+    REPLACES: "what it holds is deleted",
+}
+
 
 def preview(launch: Launch, workers: Workers) -> str:
     """The resolved config and what follows from it; needs the data only where nothing else tells.
 
     All workers must call it together. Raises UserError where the run could not start.
     """
-    config = launch.config
+    folder = RunFolder(run_folder(launch))
+    arguments = (launch.config, workers.size, launch.resume, launch.overwrite)
+    found, batch_size = workers.once(lambda: (folder.look(*arguments), folder.batch_size))
+    config = replace(launch.config, batch_size=batch_size)
     data = outline(config.data, config.seed, workers.once_per_node)
     check_steps(config, data.train_samples, workers.size)
     replay = replayed(config, workers)
@@ -35,7 +47,7 @@ def preview(launch: Launch, workers: Workers) -> str:
     lines = [
         yaml.safe_dump(to_mapping(config), sort_keys=False, default_flow_style=None).rstrip(),
         "---",
-        f"run folder: {run_folder(launch)}",
+        f"run folder: {folder.path} ({_FOUND[found]})",
         f"model: {config.model.name}, {count_parameters(module):,} parameters",
         f"workers: {workers.size} ({workers.backend}): {', '.join(devices)}",
         f"steps per epoch: {len(balancer.sampler)}, {data.train_samples:,} samples"

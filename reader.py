@@ -124,11 +124,11 @@ def batch_sizes_by_epoch(path: Path | str) -> list[list[list[int]]]:
     return [steps["batch_sizes"][steps["epoch"] == epoch].tolist() for epoch in epochs]
 
 
-def find_runs(paths: Iterable[Path | str], diverged: bool = False) -> list[Path]:
+def find_runs(paths: Iterable[Path | str]) -> list[Path]:
     """All run folders at or beneath `paths` that have records, sorted. Raises UserError if none.
 
-    diverged: also those that diverged before the end of their first epoch. Hidden folders beneath
-    `paths` are passed over: a killed calibration may have left one.
+    Also those that diverged before the end of their first epoch. Hidden folders beneath `paths` are
+    passed over: a killed calibration may have left one.
     """
     paths = [Path(path) for path in paths]
     for path in paths:
@@ -138,7 +138,7 @@ def find_runs(paths: Iterable[Path | str], diverged: bool = False) -> list[Path]
         file.parent
         for path in paths
         for file in path.rglob(EPOCHS)
-        if (file.stat().st_size or diverged and has_diverged(file.parent))
+        if (file.stat().st_size or has_diverged(file.parent))
         and not any(part.startswith(".") for part in file.relative_to(path).parts)
     }
     if not found:

@@ -68,11 +68,12 @@ def is_count(value: object, least: int = 1) -> bool:
 
 
 def _count(value: Any, workers: int) -> bool:
-    return is_count(value, least=0)
+    return is_count(value, least=0) and value < 2**63
 
 
 def _number(value: Any, workers: int) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and abs(value) < 1e300
 
 
 def _maybe(test: _Test) -> _Test:

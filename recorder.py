@@ -91,42 +91,55 @@ class RunFolder:
         self._lines: list[str] = []
         self._steps: list[dict[str, np.ndarray]] = []
 
+    def look(
+        self, config: Config, workers: int, resume: str, overwrite: bool, job: Job = Job()
+    ) -> str:
+        """What the folder holds for such a start: NEW, CONTINUES, REPLACES or FINISHED.
+
+        resume: `auto` continues an unfinished run, `never` refuses to touch it; overwrite: what the
+        folder holds is to be deleted. Both are for the first start of a job that begins a run here;
+        its further ones go on. Changes nothing in the folder. Afterwards `batch_size` is the global
+        batch to train with: a run of so many samples per worker goes on with its first start's.
+        """
+        if self._begun_by(job):
+            resume, overwrite = "auto", False
+            if (self.path / FINAL).exists():
+                return FINISHED
+        replaces = overwrite and self.path.exists()
+        if replaces and not (self.path / CONFIG).exists() and any(self.path.iterdir()):
+            raise UserError(f"{self.path} holds no run: --overwrite does not delete it")
+        earlier = None if replaces else self._unfinished(resume)
+        if earlier is not None:
+            if config.batch_per_worker == earlier.batch_per_worker is not None:
+                config = dataclasses.replace(config, batch_size=earlier.batch_size)
+            self._compare(earlier, config, last_workers(self.path) in (None, workers))
+        self._config, self.batch_size = to_mapping(config), config.batch_size
+        return REPLACES if replaces else NEW if earlier is None else CONTINUES
+
     def open(
         self, config: Config, workers: int, resume: str, overwrite: bool, job: Job = Job()
     ) -> str:
-        """Makes the folder ready, and says what it holds: NEW, CONTINUES, REPLACES or FINISHED.
+        """Makes the folder ready, and says what it holds; as `look`.
 
-        resume: `auto` continues an unfinished run, `never` refuses to touch it; overwrite: what the
-        folder holds is to be deleted, which `replace` does. Both are for the first start of a job
-        that begins a run here; its further ones go on. Afterwards `batch_size` is the global batch
-        to train with: a run of so many samples per worker goes on with that of its first start.
+        What is to be replaced `replace` deletes.
         """
         try:
-            if self._begun_by(job):
-                if (self.path / FINAL).exists():  # its worker was killed between that and its end
-                    self._clear()
-                    return FINISHED
-                resume, overwrite = "auto", False
-            replaces = overwrite and self.path.exists()
-            if replaces and not (self.path / CONFIG).exists() and any(self.path.iterdir()):
-                raise UserError(f"{self.path} holds no run: --overwrite does not delete it")
-            earlier = None if replaces else self._unfinished(resume)
-            if earlier is not None:
-                if config.batch_per_worker == earlier.batch_per_worker is not None:
-                    config = dataclasses.replace(config, batch_size=earlier.batch_size)
-                self._compare(earlier, config, last_workers(self.path) in (None, workers))
-            self._config, self.batch_size = to_mapping(config), config.batch_size
+            if (self.path / FINAL).exists():  # its last worker may have been killed behind that
+                self._clear()
+            found = self.look(config, workers, resume, overwrite, job)
+            if found == FINISHED:
+                return found
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock()
         except OSError as error:
             place = error.filename or self.path
             raise UserError(f"output: cannot use {place}: {error.strerror}") from error
         storage.drop_temporary(self.path)
-        if not replaces and earlier is None:
+        if found == NEW:
             storage.remove(self.path / PROVENANCE)
-        if not replaces:
+        if found != REPLACES:
             self._write_config()
-        return REPLACES if replaces else NEW if earlier is None else CONTINUES
+        return found
 
     def show(self) -> str:
         """Puts a file into the folder, to be looked for by other nodes; its name."""
@@ -229,8 +242,6 @@ class RunFolder:
 
         Without one nothing of an earlier start is used.
         """
-        if (self.path / FINAL).exists():
-            checkpoint.drop(self.path)  # killed between the two
         if is_finished(self.path):
             raise UserError(f"{self.path} holds a finished run: --overwrite to do it again")
         begun = checkpoint.exists(self.path)

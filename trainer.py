@@ -408,6 +408,8 @@ def train(launch: Launch, workers: Workers) -> None:
         facts = _facts(trainer, data, job)
         workers.once(lambda: folder.write_provenance(facts))
         console.say(headline(config, facts, folder.path))
+        if found == CONTINUES:
+            console.say(_place(trainer, launch.config.batch_size))
         try:
             ended = _run_or_stop(trainer, folder, records, request, console)
         except NotFiniteError as error:
@@ -497,11 +499,22 @@ def _stop(trainer: Trainer, folder: RunFolder, request: Request, console: Consol
     signals = _signals(trainer.workers, request)
     place = {"epoch": trainer.next_epoch, "step": trainer.balancer.next_step}
     trainer.workers.once(lambda: folder.mark_preempted({"signal": signals[0], **place}))
-    where = f"step {place['step']}" if not trainer.trained else "its evaluation"
     console.say(
-        f"asked to stop ({signals[0]}): saved at epoch {place['epoch'] + 1}, {where}; the same "
-        "command goes on from there"
+        f"asked to stop ({signals[0]}): saved at {_moment(trainer)}; the same command goes on from "
+        "there"
     )
+
+
+def _moment(trainer: Trainer) -> str:
+    step = "its evaluation" if trainer.trained else f"step {trainer.balancer.next_step}"
+    return f"epoch {trainer.next_epoch + 1}, {step}"
+
+
+def _place(trainer: Trainer, asked: int) -> str:
+    """Where a run goes on, and with what global batch if another was asked for."""
+    batch = trainer.config.batch_size
+    kept = f", with its global batch of {batch} (of this start it would be {asked})"
+    return f"goes on from {_moment(trainer)}{kept if batch != asked else ''}"
 
 
 def _stop_early(folder: RunFolder, workers: Workers, request: Request, console: Console) -> None:

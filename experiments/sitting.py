@@ -140,19 +140,19 @@ class Sitting:
             try:
                 self._calibrate(left, progress)
             except CalibrationStopped:
-                progress.say(f"stopped: a calibration was asked to; {len(left)} are left")
+                progress.say(f"stopped: a calibration was asked to; {len(left)} left")
                 return
             left = [self._with_times(run) for run in left]
         for number, run in enumerate(left):
             if why := self._must_stop():
-                progress.say(f"stopped ({why}): {len(left) - number} runs are left")
+                progress.say(f"stopped ({why}): {len(left) - number} left")
                 return
             if must_measure(run.config.stragglers):
                 self.failed.append(f"{run.title}: not started without its calibration")
                 continue
             self._make(left, number, progress)
             if (run.folder / PREEMPTED).exists():
-                progress.say(f"stopped: {run.title} was asked to; {len(left) - number} are left")
+                progress.say(f"stopped: {run.title} was asked to; {len(left) - number} left")
                 return
 
     def _calibrate(self, runs: Sequence[PlannedRun], progress: Progress) -> None:
@@ -267,7 +267,7 @@ def plan(sitting: Sitting) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     lines = ["  ".join([*map(str.ljust, row, widths), row[3]]).rstrip() for row in rows]
     seconds = sitting.seconds_left(sitting.left())
-    lines.append(f"{len(left)} of {len(sitting.runs)} runs are left: {duration(seconds)}")
+    lines.append(f"{len(left)} of {len(sitting.runs)} runs left: {duration(seconds)}")
     return "\n".join(lines)
 
 

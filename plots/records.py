@@ -1,11 +1,11 @@
 """What is read out of runs' records: the runs themselves, entries, columns over epochs, steps.
 
-A record that lacks what is asked for raises UserError with the file's name.
+A config or provenance that lacks what is asked for raises UserError with the file's name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,7 +13,7 @@ import numpy as np
 
 import reader
 from configs.errors import UserError
-from reader import CONFIG, DIVERGED, EPOCHS, PROVENANCE, STEPS, Run
+from reader import CONFIG, DIVERGED, PROVENANCE, STEPS, Run
 
 Kind = TypeVar("Kind")
 
@@ -23,32 +23,31 @@ _WARM_UP_STEPS = 3
 def read_runs(paths: Iterable[Path | str], diverged: bool = False) -> tuple[list[Run], list[str]]:
     """All runs beneath `paths`, but those whose number of workers changed: a note on each of them.
 
-    diverged: also those that diverged in their first epoch, which have no records. Raises UserError
-    where no run is left, or a record is damaged.
+    diverged: also those that diverged, on which there is a note otherwise; such a run may have no
+    epoch. Raises UserError where no run is left, or a record is damaged.
     """
     runs, notes = [], []
-    for path in reader.find_runs(paths, diverged):
+    for path in reader.find_runs(paths):
         run = reader.read_run(path)
-        numbers = [workers(run), *_numbers_of_workers(run)]
-        if len(set(numbers)) == 1:
+        fault = _change_of_workers(run)
+        if fault is None and not diverged and (epoch := diverged_in(run)) is not None:
+            fault = f"it diverged in epoch {epoch} (from 0)"
+        if fault is None:
             runs.append(run)
-            continue
-        seen = [str(n) for n, before in zip(numbers, [None, *numbers]) if n != before]
-        notes.append(f"{path}: left out, its number of workers changed: {', then '.join(seen)}")
+        else:
+            notes.append(f"{path}: left out, {fault}")
     if not runs:
         raise UserError(f"no run that can be shown: {'; '.join(notes)}")
     return runs, notes
 
 
-def _numbers_of_workers(run: Run) -> list[int]:
-    """By epoch."""
-    numbers = []
-    for line, shares in enumerate(_column(run, ("shares",)), 1):
-        if not isinstance(shares, list):
-            where = f"{run.path / EPOCHS} line {line}"
-            raise UserError(f"{where}: 'shares' is no list: damaged, run this seed again")
-        numbers.append(len(shares))
-    return numbers
+def _change_of_workers(run: Run) -> str | None:
+    """How the number of workers changed between epochs; None if it did not."""
+    numbers = [workers(run), *(len(epoch["shares"]) for epoch in run.epochs)]
+    if len(set(numbers)) == 1:
+        return None
+    seen = [str(n) for n, before in zip(numbers, [None, *numbers]) if n != before]
+    return f"its number of workers changed: {', then '.join(seen)}"
 
 
 def is_finished(run: Run) -> bool:
@@ -100,39 +99,25 @@ def calibrated_delays(run: Run) -> list[dict[str, Any]]:
 
 
 def column(run: Run, *keys: str) -> np.ndarray:
-    """[E] floats of one entry of each epoch record, nested `keys`; null becomes NaN.
-
-    Raises UserError when a record lacks the entry, or it is no number.
-    """
-    return _numbers(run, keys, ())
+    """[E] floats of one entry of each epoch record, nested `keys`; null becomes NaN."""
+    return np.array([_nested(record, keys) for record in run.epochs], dtype=float)
 
 
 def per_worker(run: Run, *keys: str) -> np.ndarray:
-    """[E, n] floats of an entry that has a value of each worker; else as `column`."""
-    return _numbers(run, keys, (workers(run),))
+    """[E, n] floats of an entry that has a value of each worker; null becomes NaN.
+
+    Raises UserError where the number of workers has changed.
+    """
+    rows = [_nested(record, keys) for record in run.epochs]
+    if fault := _change_of_workers(run):
+        raise UserError(f"{run.path}: {fault}")
+    return np.array(rows, dtype=float)
 
 
-def _numbers(run: Run, keys: Sequence[str], shape: tuple[int, ...]) -> np.ndarray:
-    values = _column(run, keys)
-    try:
-        found = np.array([np.nan if value is None else value for value in values], dtype=float)
-    except (OverflowError, TypeError, ValueError):
-        found = None
-    if found is None or found.shape[1:] != shape:
-        what = "a number" if not shape else f"a number of each of {shape[0]} workers"
-        name = ".".join(keys)
-        raise UserError(
-            f"{run.path / EPOCHS}: '{name}' is not {what} in every line: run this again"
-        )
-    return found
-
-
-def _column(run: Run, keys: Sequence[str]) -> list[Any]:
-    """One entry of each epoch record, whatever it is."""
-    file = run.path / EPOCHS
-    return [
-        _entry(record, keys, f"{file} line {line}") for line, record in enumerate(run.epochs, 1)
-    ]
+def _nested(record: Mapping[str, Any], keys: Sequence[str]) -> Any:
+    for key in keys:
+        record = record[key]
+    return record
 
 
 def _entry(mapping: Any, keys: Sequence[str], where: Path | str) -> Any:

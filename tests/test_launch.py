@@ -157,7 +157,7 @@ def test_a_dry_run_tells_the_plan_and_writes_nothing(tmp_path):
     # LeNet-5 has (75+1)*6 + (150+1)*16 + (400+1)*120 + (120+1)*84 + (84+1)*10 weights, of 8 bytes.
     weights = 76 * 6 + 151 * 16 + 401 * 120 + 121 * 84 + 85 * 10
     assert lines[:6] == [
-        f"run folder: {run}",
+        f"run folder: {run} (a new run)",
         f"model: lenet, {weights:,} parameters",
         "workers: 2 (gloo): cpu, cpu",
         # 32 + 32 + 32 + 3: a worker's minimum is 2, so that 3 do not do for two.

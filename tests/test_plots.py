@@ -15,7 +15,7 @@ import matplotlib
 import numpy as np
 import pytest
 from conftest import ROOT
-from fake_runs import write_run
+from fake_runs import fake_record, write_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.image import imread
@@ -229,7 +229,7 @@ def test_the_same_seed_twice_counts_once(tmp_path: Path) -> None:
 def test_a_run_whose_number_of_workers_changed_is_left_out(tmp_path: Path) -> None:
     path = write_run(tmp_path, "changed", epochs=3)
     lines = [json.loads(line) for line in (path / "epochs.jsonl").read_text().splitlines()]
-    lines[-1]["shares"] = [1.0]
+    lines[-1] = fake_record(2, 1)
     (path / "epochs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(UserError, match="number of workers changed: 2, then 1"):
         read_runs([tmp_path])
@@ -237,6 +237,25 @@ def test_a_run_whose_number_of_workers_changed_is_left_out(tmp_path: Path) -> No
     runs, notes = read_runs([tmp_path])
     assert [run.path for run in runs] == [kept] and len(notes) == 1 and str(path) in notes[0]
     assert list(notes) == [note for note in write_output([tmp_path], tmp_path / "out").notes[:1]]
+
+
+def test_a_run_that_diverged_is_named_and_not_drawn(tmp_path: Path) -> None:
+    lost = write_run(tmp_path, "steady", epochs=3, recorded=2)
+    (lost / "diverged").write_text('{"epoch": 2, "message": "not finite"}')
+    with pytest.raises(UserError, match="diverged in epoch 2"):
+        write_output([tmp_path], tmp_path / "out")
+    kept = write_run(tmp_path, "steady", epochs=3, seed=43)
+    at_once = write_run(tmp_path, "steady", epochs=3, seed=44)
+    (at_once / "diverged").write_text('{"epoch": 0, "message": "not finite"}')
+    for name in ("epochs.jsonl", "steps.npz"):
+        (at_once / name).write_bytes(b"")
+    runs, notes = read_runs([tmp_path])
+    assert [run.path for run in runs] == [kept]
+    assert notes == [f"{lost}: left out, it diverged in epoch 2 (from 0)",
+                     f"{at_once}: left out, it diverged in epoch 0 (from 0)"]  # fmt: skip
+    assert len(read_runs([tmp_path], diverged=True)[0]) == 3
+    output = write_output([tmp_path], tmp_path / "out")
+    assert set(notes) <= set(output.notes) and "unfinished" not in output.text
 
 
 @pytest.mark.parametrize(("other", "noted"), [(0.0204, False), (0.03, True)])

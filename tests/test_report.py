@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import statistics
 from html.parser import HTMLParser
 from pathlib import Path
@@ -316,9 +317,9 @@ def test_experiments_that_nothing_can_be_predicted_for(tmp_path: Path) -> None:
     for algorithm in ("sync-sgd", "dp-sgd"):
         write_run(tmp_path, "lacking", algorithm=algorithm, **SMALL)
     for path in tmp_path.glob("lacking/sync-sgd/*/epochs.jsonl"):
-        path.write_text(path.read_text().replace('"p95"', '"p94"'))
+        path.write_text(re.sub(r'"steps": \d+', '"steps": 0', path.read_text()))
     page = Page(make_page([tmp_path / "lacking"]))
-    assert "nothing is predicted" in page.text and "busy.p95" in page.text
+    assert "nothing is predicted" in page.text
 
 
 def test_the_authors_unequal_instances(predictions: Path, page: Page) -> None:

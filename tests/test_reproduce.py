@@ -116,7 +116,7 @@ def test_a_run_that_diverges_has_ended_and_is_told(experiment, monkeypatch, caps
     told = capsys.readouterr().out
     assert f"8 of 8 runs are finished, of them diverged: {ALL[1]}\n" in told
     assert experiment.call("--dry-run") == 0
-    assert "0 of 8 runs are left" in (told := capsys.readouterr().out)
+    assert "0 of 8 runs left" in (told := capsys.readouterr().out)
     assert [line.split()[1:] for line in told.splitlines() if line.startswith(ALL[1])] == [
         ["1", "diverged"]
     ]
@@ -189,7 +189,7 @@ def test_no_further_run_after_max_hours_or_a_stop_file(experiment, capsys):
     (experiment.output / "stop").touch()
     assert experiment.call() == 0
     assert experiment.started() == [] and not (experiment.output / "stop").exists()
-    assert capsys.readouterr().out.count("8 runs are left") == 2
+    assert capsys.readouterr().out.count("8 left") == 2
     assert experiment.call("--max-hours", "9") == 0
     assert experiment.started() == ALL
 
@@ -366,7 +366,7 @@ def test_a_dry_run_lists_runs_with_their_times_and_their_source(experiment, caps
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1:-1]] == ALL
     assert all("unknown    nothing measured yet" in line for line in lines[1:-1])
-    assert lines[-1] == "8 of 8 runs are left: unknown"
+    assert lines[-1] == "8 of 8 runs left: unknown"
     assert not experiment.output.exists() and experiment.started() == []
 
     assert experiment.call("--only", "*-f0.5/sync-sgd/seed-1") == 0
