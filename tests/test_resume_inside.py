@@ -150,7 +150,14 @@ def test_batches_per_worker_keep_their_sum_when_workers_leave(tmp_path):
     options = {**STATIC, "epochs": 6, "batch_size": None, "batch_per_worker": 8}
     interrupt(tmp_path, 3, "append_epoch", 2, **options)
     interrupt(tmp_path, 2, "append_epoch", 2, **options)
-    continued = train(tmp_path, 2, **options)
+    told = launch(tmp_path, 2, "--dry-run", **options)[0].output
+    assert "holds an unfinished run, which goes on" in told and "\nbatch_size: 24\n" in told
+    assert "steps per epoch: 5, 104 samples (last batch: 4 4)" in told
+    outcomes = launch(tmp_path, 2, **options)
+    assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
+    kept = "with its global batch of 24 (of this start it would be 16)"
+    assert f"goes on from epoch 3, step 0, {kept}" in outcomes[0].output
+    continued = read(tmp_path)
     assert len(continued.provenance["continued"]) == 2
     # Of 104 samples in batches of 24 the last batch has 8.
     totals = continued.steps["batch_sizes"].sum(1)

@@ -191,8 +191,12 @@ def check_refused(folder: Path, outcomes: list[Outcome], before: dict[str, str],
 def test_a_finished_run_is_left_alone(tmp_path, finished, resume):
     folder = copied(finished, tmp_path)
     before = content(folder / "runs")
-    outcomes = launch(folder, 2, "--resume", resume, **OPTIONS)
-    check_refused(folder, outcomes, before, "finished run", "--overwrite")
+    for dry in ([], ["--dry-run"]):
+        outcomes = launch(folder, 2, "--resume", resume, *dry, **OPTIONS)
+        check_refused(folder, outcomes, before, "finished run", "--overwrite")
+    told = launch(folder, 2, "--overwrite", "--dry-run", **OPTIONS)[0]
+    assert told.code == 0 and "(what it holds is deleted)" in told.output
+    assert content(folder / "runs") == before
 
 
 def test_overwrite_does_a_finished_run_again(tmp_path, finished):
