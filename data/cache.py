@@ -19,6 +19,7 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 import time
 import uuid
 from collections.abc import Iterator
@@ -111,6 +112,8 @@ def temporary_folder(parent: str, name: str) -> Iterator[str]:
     os.mkdir(temporary)
     try:
         with open(f"{temporary}{_LOCK}.new", "w") as lock:
+            lock.write(socket.gethostname())
+            lock.flush()
             _locks(lock)
             os.rename(lock.name, f"{temporary}{_LOCK}")  # it is seen when it is locked, not before
             yield temporary
@@ -123,16 +126,14 @@ def temporary_folder(parent: str, name: str) -> Iterator[str]:
 def _remove_left_over(parent: str, name: str) -> None:
     """Removes temporary folders, and locks of such, whose process has ended.
 
-    A process holds a lock beside each of its own. Without one age tells: it may be being made.
+    A process holds a lock beside each of its own. Where there is none, which may be about to come,
+    or it is another machine's, whose locks not all file systems know, age tells.
     """
     pattern = glob.escape(os.path.join(parent, f".{name}."))
-    found = {path.removesuffix(_LOCK) for path in glob.iglob(f"{pattern}*{_PART}*")}
-    for folder in found:
-        try:
-            with open(folder + _LOCK, "r+") as lock:
-                left = _locks(lock)
-        except OSError:
-            left = _age(folder) > _ABANDONED
+    for folder in {path.removesuffix(_LOCK) for path in glob.iglob(f"{pattern}*{_PART}*")}:
+        left = _age(folder) > _ABANDONED
+        with contextlib.suppress(OSError), open(folder + _LOCK, "r+") as lock:
+            left = (left or lock.read() == socket.gethostname()) and _locks(lock)
         if left:
             shutil.rmtree(folder, ignore_errors=True)
             with contextlib.suppress(OSError):

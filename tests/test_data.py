@@ -289,14 +289,20 @@ def _umask() -> int:
     return mask
 
 
-def test_a_folder_without_a_lock_is_left_for_a_day(tmp_path: Path) -> None:
+@pytest.mark.parametrize("host", [None, "another"])
+def test_a_folder_without_a_lock_of_this_machine_is_left_for_a_day(
+    tmp_path: Path, host: str | None
+) -> None:
     for name, age in (("new", 60), ("old", 25 * 3600)):
         folder = tmp_path / f".set.{name}.part"
         folder.mkdir()
         os.utime(folder, (time.time() - age,) * 2)
+        if host is not None:
+            folder.with_name(f"{folder.name}.lock").write_text(host)
     with cache.new_folder(str(tmp_path / "set")):
         pass
-    assert sorted(os.listdir(tmp_path)) == [".set.new.part", "set"]
+    locks = [] if host is None else [".set.new.part.lock"]
+    assert sorted(os.listdir(tmp_path)) == [".set.new.part", *locks, "set"]
 
 
 # --- what data are known by ---
