@@ -7,7 +7,7 @@ random numbers nor on where a run was resumed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -83,6 +83,25 @@ def calibrate(
         if rule.fraction is not None
         for rank, own in zip(rule.ranks, rule.busy_seconds or [busy[r] for r in rule.ranks])
     ]
+    _refuse_long(delays, timeout)
+    return delays
+
+
+def check_calibrated(
+    rules: Sequence[StragglerRule], delays: Sequence[Mapping[str, Any]], timeout: float
+) -> None:
+    """Raises UserError unless a checkpoint's `delays` are those that `calibrate` gives for `rules`.
+
+    Also where one of them would not be waited for.
+    """
+    measured = [(index, rule) for index, rule in enumerate(rules) if rule.fraction is not None]
+    wanted = [(index, rank) for index, rule in measured for rank in rule.ranks]
+    if sorted((delay["rule"], delay["rank"]) for delay in delays) != sorted(wanted):
+        raise UserError("the checkpoint's calibrated delays are not those of its stragglers")
+    _refuse_long(delays, timeout)
+
+
+def _refuse_long(delays: Sequence[Mapping[str, Any]], timeout: float) -> None:
     for delay in delays:
         if delay["seconds"] >= timeout:
             raise UserError(
@@ -90,4 +109,3 @@ def calibrate(
                 f"rank {delay['rank']}, longer than the timeout of {timeout:g} s: lower the one or "
                 "raise the other"
             )
-    return delays

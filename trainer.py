@@ -64,7 +64,7 @@ from recorder import (
     step_arrays,
 )
 from schedule import learning_rate
-from stragglers import Stragglers, calibrate, must_measure
+from stragglers import Stragglers, calibrate, check_calibrated, must_measure
 from worker_state import own_part, restore_part, seed_dropout
 from workload import (
     DTYPES,
@@ -145,7 +145,9 @@ class Trainer:
         busy = self._rehearse(0 if known or not must_measure(rules) else CALIBRATION_STEPS)
         if saved is not None:
             self.workers.together(lambda: self._load(saved))
-        if not known:
+        if known:
+            check_calibrated(rules, self.calibrated, self.config.timeout)
+        else:
             self.calibrated = calibrate(rules, busy, self.config.timeout)
         self.balancer.agree_on_caps()
         rank = self.workers.rank

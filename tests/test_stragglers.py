@@ -10,8 +10,9 @@ import pytest
 import torch
 from training import Trained, train, work_per_sample
 
+from configs.errors import UserError
 from configs.schema import StragglerRule
-from stragglers import Stragglers, calibrate, must_measure
+from stragglers import Stragglers, calibrate, check_calibrated, must_measure
 
 
 class NotedSleep:
@@ -138,6 +139,18 @@ def test_a_given_busy_time_replaces_the_measured_one():
     assert [must_measure(r) for r in ([], [given], [measured], [given, measured])] == [
         False, False, True, True
     ]  # fmt: skip
+
+
+def test_a_checkpoint_s_delays_are_those_of_its_rules():
+    rules = [StragglerRule(ranks=(0, 1), kind="constant", fraction=0.5),
+             StragglerRule(ranks=(0,), kind="constant", seconds=1.0)]  # fmt: skip
+    whole = calibrate(rules, np.array([2.0, 4.0]), 600.0)
+    check_calibrated(rules, whole[::-1], 2.1)
+    with pytest.raises(UserError, match="longer than the timeout of 2 s"):
+        check_calibrated(rules, whole, 2.0)
+    for wrong in ([], whole[:1], [*whole, whole[0]], [whole[0], {**whole[1], "rank": 2}]):
+        with pytest.raises(UserError, match="calibrated delays"):
+            check_calibrated(rules, wrong, 600.0)
 
 
 # --- in a run -------------------------------------------------------------------------------------
