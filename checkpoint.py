@@ -119,8 +119,10 @@ def load(content: bytes, path: Path, device: torch.device) -> dict[str, Any]:
         raise UserError(f"{path} is damaged or no checkpoint") from error
     try:
         checkpoint_form.check(state, len(content))
-    except (FormError, RecursionError) as error:
+    except FormError as error:
         raise UserError(f"{path} is no checkpoint of this version: {error}") from error
+    except Exception as error:  # contents that nobody has thought of
+        raise UserError(f"{path} is damaged or no checkpoint") from error
     # Keys that have come since it was saved have the values that they had before.
     state["config"] = to_mapping(from_mapping(state["config"]))
     return state

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -32,6 +31,7 @@ _KINDS = {
 }  # fmt: skip
 # A file may stand for many more values than it has bytes: lists of one list, and so on.
 _LEAST_LIMIT, _TIMES_BYTES = 10**6, 10
+_LONGEST = 1e10  # seconds: three hundred years
 
 
 class FormError(Exception):
@@ -51,9 +51,9 @@ def check(state: Any, size: int) -> None:
     config = _config(state)
     _require(state["world_size"] >= 1, "world_size")
     _require(0 <= state["next_epoch"] <= config.epochs, "next_epoch")
-    _require(0 <= state["epoch_began"] < math.inf, "epoch_began")
     _require(set(state["clocks"]) == {"train", "total"}, "clocks")
     _require(all(_is_seconds(value) for value in state["clocks"].values()), "clocks")
+    _require(0 <= state["epoch_began"] <= state["clocks"]["train"], "epoch_began")
     _require(all(map(_is_delay, state["calibrated"])), "calibrated")
     _require(identity.is_one(state["data"]), "data")
     _check_balancer(state, config.epochs)
@@ -126,7 +126,8 @@ def _check_record(record: Any, epoch: int, key: str) -> None:
 def _check_steps(steps: Any, epochs: Sequence[int], key: str) -> None:
     """Step arrays of just these epochs, as tensors by name."""
     _require(isinstance(steps, dict) and set(steps) == set(record_form.STEP_ARRAYS), key)
-    _require(all(isinstance(tensor, torch.Tensor) for tensor in steps.values()), key)
+    kinds = (torch.int32, torch.int64, torch.float32, torch.float64)
+    _require(all(_is_tensor(steps[name]) and steps[name].dtype in kinds for name in steps), key)
     arrays = {name: tensor.cpu().numpy() for name, tensor in steps.items()}
     fault = record_form.step_fault(arrays, whole=False)
     _require(fault is None and np.array_equal(np.unique(arrays["epoch"]), epochs), key)
@@ -156,8 +157,10 @@ def _check_workers(state: Mapping[str, Any]) -> None:
         _require(all(_is_tensor(v, torch.uint8) for v in part["random"].values()), "workers")
         metrics, times = part["metrics"], part["times"]
         _require(_is_tensor(metrics.get("loss"), torch.float64, 0), "workers")
+        _require(bool(torch.isfinite(metrics["loss"])), "workers")
         _require(_is_tensor(metrics.get("hits"), torch.int64, 1), "workers")
         _require(is_count(metrics.get("samples"), 0), "workers")
+        _require(metrics["samples"] < 2**53, "workers")
         _require(set(times) == {field.name for field in fields(StepTimes)}, "workers")
         done = state["balancer"]["next_step"]
         _require(all(_are_times(seconds, done) for seconds in times.values()), "workers")
@@ -178,13 +181,13 @@ def _are_times(value: object, count: int) -> bool:
     return (
         isinstance(value, list)
         and len(value) == count
-        and all(isinstance(seconds, float) for seconds in value)
+        and all(isinstance(one, float) and not abs(one) >= _LONGEST for one in value)
     )
 
 
 def _is_seconds(value: object) -> bool:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and 0 <= value < math.inf
+    return number and 0 <= value < _LONGEST
 
 
 def _is_delay(value: object) -> bool:

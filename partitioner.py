@@ -232,6 +232,7 @@ class TimeModel:
         """
         if {len(state[name]) for name in self._STATE} != {len(state["weight"])}:
             raise ValueError("a time model's lists are of different lengths")
+        self._check(**{name: np.array(state[name], dtype=np.float64) for name in self._STATE})
         stay = min(self._workers, len(state["weight"]))
         for name in self._STATE:
             kept = np.array(state[name][:stay], dtype=np.float64)
@@ -239,6 +240,27 @@ class TimeModel:
             setattr(self, f"_{name}", np.append(kept, np.broadcast_to(new, self._workers - stay)))
         if self._weight.any():
             self._least[stay:] = self._most[stay:] = self._size[stay:]
+
+    @staticmethod
+    def _check(
+        weight: np.ndarray,
+        size: np.ndarray,
+        time: np.ndarray,
+        squares: np.ndarray,
+        products: np.ndarray,
+        least: np.ndarray,
+        most: np.ndarray,
+    ) -> None:
+        """Raises ValueError for what no measurements could have led to."""
+        seen = weight > 0
+        right = (
+            (weight >= 0) & (weight < 1e12) & (squares >= 0) & (squares < 1e24)
+            & (np.abs(products) < 1e24) & (least >= 0) & (most >= 0) & (most < 1e12)
+            & np.where(seen, (size > 0.5) & (size < 1e12), size == 0)
+            & np.where(seen, (time > 0) & (time < 1e10), time == 0)
+        )  # fmt: skip
+        if not right.all():
+            raise ValueError("a time model that no measurements could have led to")
 
     _STATE = ("weight", "size", "time", "squares", "products", "least", "most")
 
@@ -404,7 +426,8 @@ class Partitioner:
             raise ValueError(f"shares {state['shares']} are not positive")
         sizes = np.array(state["batch_sizes"])
         others = count == self.workers and sizes.sum() != self.batch_size
-        if sizes.dtype.kind != "i" or sizes.min() < 0 or others:
+        within = (sizes <= np.array(state["maximum"], dtype=np.float64)).all()
+        if sizes.dtype.kind != "i" or sizes.min() < 0 or others or not within:
             raise ValueError(f"batch sizes {state['batch_sizes']} are none of {self.batch_size}")
 
     def _adopt(self, state: dict) -> None:

@@ -124,13 +124,12 @@ class RunFolder:
         What is to be replaced `replace` deletes.
         """
         try:
-            if (self.path / FINAL).exists():  # its last worker may have been killed behind that
-                self._clear()
             found = self.look(config, workers, resume, overwrite, job)
-            if found == FINISHED:
-                return found
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock()
+            if found == FINISHED:  # its last worker may have been killed before it did this
+                self._clear()
+                return found
         except OSError as error:
             place = error.filename or self.path
             raise UserError(f"output: cannot use {place}: {error.strerror}") from error
@@ -218,6 +217,10 @@ class RunFolder:
             **state,
         }
         checkpoint.save(self.path, whole, self._config["checkpoint"]["keep"])
+
+    def leave(self) -> None:
+        """Gives a folder back in which nothing was begun."""
+        storage.remove(self.path / LOCK)
 
     def mark_preempted(self, facts: Mapping[str, Any]) -> None:
         """Leaves the file `preempted`: the run was asked to stop, and the next start goes on."""

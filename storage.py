@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 from pathlib import Path
 from typing import TextIO
 
@@ -17,7 +18,12 @@ def write(path: Path, content: Buffer) -> None:
 
     Raises UserError where the disk refuses; the old file then stays, and nothing temporary is left.
     """
-    replace(stage(path, content), path)
+    temporary = stage(path, content)
+    try:
+        replace(temporary, path)
+    except UserError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def stage(path: Path, content: Buffer) -> Path:
@@ -75,15 +81,28 @@ def remove(path: Path) -> None:
 def lock(path: Path, held: str) -> TextIO:
     """The file, open for appending and this process's alone until it is closed or the process ends.
 
-    Raises UserError with the text `held` where another process has it.
+    Raises UserError with the text `held` where another process has it, and for what is no regular
+    file: a link would have us write elsewhere, and a pipe might never open.
     """
-    file = open(path, "a")
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
+        file = open(os.open(path, flags, 0o666), "a")
+    except OSError as error:
+        raise _refusal(path, error) from error
+    try:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise UserError(f"{path} is no regular file: move it away")
         # Unlike flock's, this lock is not held on by loader processes that outlive a crash.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
+        # Whoever had it may just have deleted it, and another one made anew is somebody else's.
+        if not os.path.samestat(os.fstat(file.fileno()), os.lstat(path)):
+            raise BlockingIOError
+    except (BlockingIOError, FileNotFoundError, PermissionError):
         file.close()
         raise UserError(held) from None
+    except BaseException:
+        file.close()
+        raise
     return file
 
 

@@ -85,7 +85,9 @@ REHEARSAL_STEPS = 2
 CALIBRATION_STEPS = 10
 
 # A checkpoint is not ours, or not whole, if setting the state from it raises one of these.
-_MISFITS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+_MISFITS = (
+    ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError
+)  # fmt: skip
 
 
 class Trainer:
@@ -400,7 +402,7 @@ def train(launch: Launch, workers: Workers) -> None:
         try:
             prepared = workers.once_per_node(partial(prepare, config.data), asked)
         except Preempted:
-            _stop_early(folder, workers, request, console)
+            _stop_early(folder, found, workers, request, console)
             return
         data = open_data(config.data, config.seed, prepared)
         _check_same_data(data, workers)
@@ -519,11 +521,16 @@ def _place(trainer: Trainer, asked: int) -> str:
     return f"goes on from {_moment(trainer)}{kept if batch != asked else ''}"
 
 
-def _stop_early(folder: RunFolder, workers: Workers, request: Request, console: Console) -> None:
+def _stop_early(
+    folder: RunFolder, found: str, workers: Workers, request: Request, console: Console
+) -> None:
     """What is done where all workers have agreed to stop while the data were made ready."""
     request.heard.set()
     signals = _signals(workers, request)
-    workers.once(lambda: folder.mark_preempted({"signal": signals[0]}))
+    if found == REPLACES:  # what is there is another run, and stays as it is
+        workers.once(folder.leave)
+    else:
+        workers.once(lambda: folder.mark_preempted({"signal": signals[0]}))
     console.say(
         f"asked to stop ({signals[0]}) while the data were made ready: nothing is changed; give "
         "the same command again"

@@ -7,6 +7,7 @@ import math
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import time
@@ -128,7 +129,16 @@ def test_all_stop_while_data_are_made_ready_and_leave_nothing_half_made(tmp_path
     path = run_path(tmp_path)
     assert json.loads((path / "preempted").read_text()) == {"signal": name}
     assert train(tmp_path, 2, **options).column("epoch") == [0]
-    assert not (path / "preempted").exists()
+    files = {file: file.read_bytes() for file in path.iterdir()}
+    assert path / "preempted" not in files
+    # A finished run that was to be overwritten stays one.
+    shutil.rmtree(cache)
+    note.unlink()
+    again = launch(
+        tmp_path, 2, "--overwrite", target=asked_while_preparing, before=before, **options
+    )
+    assert [outcome.code for outcome in again] == [0, 0], again
+    assert {file: file.read_bytes() for file in path.iterdir()} == files
 
 
 def test_a_run_that_is_asked_too_late_ends_as_ever(tmp_path):

@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 import shutil
+import time
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,15 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from processes import Outcome, run_trainer, values
+from processes import Outcome, run_trainer, run_workers, values
 from test_bad_input import refusals
 from test_resume import interrupt
 from training import Trained, launch, read, run_path, short_config, train, work_per_sample
 
 import models
+from configs.errors import UserError
 from configs.schema import from_mapping, resolve, to_mapping
+from recorder import REPLACES, RunFolder
 
 # Epochs are long enough for full steps behind the warm-up; worker 1's batches change.
 OPTIONS: dict[str, Any] = {
@@ -276,6 +279,56 @@ def test_a_folder_in_a_file_s_place_is_named(tmp_path, unfinished, name):
         assert outcome.code == 2 and "Traceback" not in outcome.output, outcome.output
         assert name.removesuffix(".tmp").strip(".") in outcome.output.splitlines()[-1]
     assert (run_path(folder) / "checkpoint.pt").read_bytes() == kept
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_lock_that_is_no_file_is_neither_waited_for_nor_followed(tmp_path, unfinished, kind):
+    folder, victim = copied(unfinished, tmp_path), tmp_path / "victim"
+    lock = run_path(folder) / ".lock"
+    lock.unlink(missing_ok=True)
+    victim.write_text("years of work")
+    lock.symlink_to(victim) if kind == "link" else os.mkfifo(lock)
+    for outcome in launch(folder, 2, limit=30.0, **OPTIONS):
+        assert outcome.code == 2 and str(lock) in outcome.output
+    assert victim.read_text() == "years of work"
+
+
+@pytest.mark.parametrize("make", [Path.touch, Path.mkdir])
+def test_whatever_is_called_final_pt_costs_no_checkpoint(tmp_path, unfinished, make):
+    folder = copied(unfinished, tmp_path)
+    make(run_path(folder) / "final.pt")
+    before = content(folder / "runs")
+    check_refused(folder, launch(folder, 2, **OPTIONS), before, "finished run", "--overwrite")
+    final = run_path(folder) / "final.pt"
+    final.rmdir() if make is Path.mkdir else final.unlink()
+    assert train(folder, 2, **OPTIONS).column("epoch") == [0, 1]
+
+
+def hold(path: str) -> None:
+    """Opens a folder to overwrite it, says so, and waits for a second one to try."""
+    config = resolve(from_mapping(short_config(**OPTIONS)))
+    folder, rank = RunFolder(Path(path)), os.environ["RANK"]
+    note = Path(path).parent / "held"
+    while rank == "1" and not note.exists():
+        time.sleep(0.05)
+    try:
+        found = folder.open(config, 2, "auto", overwrite=True)
+    except UserError as error:
+        assert rank == "1" and "is being written by another process" in str(error)
+        (note.parent / "refused").touch()
+        return
+    assert (rank, found) == ("0", REPLACES)
+    note.touch()
+    while not (note.parent / "refused").exists():
+        time.sleep(0.05)
+
+
+def test_only_one_of_two_that_overwrite_has_the_folder(tmp_path, finished):
+    folder = copied(finished, tmp_path)
+    before = content(folder / "runs")
+    values(run_workers(tmp_path / "two", 2, hold, str(run_path(folder)), limit=20.0))
+    after = content(folder / "runs")
+    assert {name: after[name] for name in before} == before
 
 
 def on_two_nodes(blind: bool, *argv: str) -> None:
