@@ -324,20 +324,26 @@ def naming_lost_peers(timeout: float) -> Iterator[None]:
         ) from error
 
 
-def launcher_process() -> str | None:
-    """A name of the torchrun process that has started this worker, which no other one has had.
+def launcher_names() -> list[str]:
+    """Names of the torchrun process behind this worker, which no other one has had; none without.
 
-    None without torchrun. It is the same in all workers that one torchrun starts, also later.
+    They are the same for all workers of a node that one torchrun starts, also later: one by its
+    process, which is the worker's parent unless there is a wrapper in between, and one by the
+    folder of its workers' error files, which has a random name.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return None
+        return []
     parent, began = os.getppid(), ""
     with suppress(OSError):  # macOS has no such file
         # Numbers of processes are used again; their starts, in clock ticks, tell them apart.
         fields = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()
         began = fields[19]
-    name = f"{socket.gethostname()} {parent} {began}"
-    return hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
+    names = [f"{parent} {began}"]
+    file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+    if file.parent.parent.name.startswith("attempt_"):  # FOLDER/attempt_<n>/<local rank>/error.json
+        names.append(str(file.parents[2]))
+    host = socket.gethostname()
+    return [hashlib.blake2b(f"{host} {n}".encode(), digest_size=8).hexdigest() for n in names]
 
 
 def environment_rank() -> str:

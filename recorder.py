@@ -71,7 +71,7 @@ class Job:
     """What tells one launcher's job, whose workers may be started several times, from another.
 
     name: torchrun's --rdzv-id; None where it has none; launchers: the processes that have started
-    the workers, one per node, by names that no two have.
+    the workers, on each node, by names that no two have.
     """
 
     name: str | None = None

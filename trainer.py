@@ -37,7 +37,7 @@ from cluster import (
     Workers,
     environment_rank,
     join,
-    launcher_process,
+    launcher_names,
     naming_lost_peers,
 )
 from configs.command_line import Launch, parse, run_folder
@@ -568,7 +568,7 @@ def _open_folder(
 
 def _job(workers: Workers) -> Job:
     name = os.environ.get("TORCHELASTIC_RUN_ID")
-    launchers = {name for name in workers.gather_json(launcher_process()) if name is not None}
+    launchers = {name for names in workers.gather_json(launcher_names()) for name in names}
     # torchrun's --rdzv-id is "none" unless given: no two starts of that name need be one job.
     return Job(None if name == "none" else name, tuple(sorted(launchers)))
 

@@ -7,11 +7,13 @@ normalise whole batches on the device.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +25,8 @@ from configs.errors import UserError
 from data.augment import augment, augmentation_table, crop_seeds, normalise
 from data.images import Data, ImageSet
 
+# What reaches all processes of a job when it is asked to end.
+_ENDING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGUSR1})
 LOAD_CHUNK = 4096  # images that are copied to the device at a time
 
 
@@ -170,7 +174,8 @@ class LoaderPipeline(Pipeline):
     def _pixels(self, epoch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         if self._transform.parts:
             self._requests.seeds = crop_seeds(len(self._images), self._transform.seed, epoch)
-        batches = iter(self._loader)
+        with _signals_held():
+            batches = iter(self._loader)
         while True:
             try:
                 batch = next(batches)
@@ -278,13 +283,28 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """Holds back what ends training until the end of it, and in processes started in it for good.
+
+    Launchers send signals to whole process groups, and one may come before a new process is ready
+    to wait for it.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _end_by_parent_alone(worker: int) -> None:
     """Ctrl-C and a scheduler's signals reach this process too, but the training process decides
     when it ends: it alone may send SIGTERM."""
-    for number in (signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=_wait_for_parent, args=(os.getppid(),), daemon=True).start()
+    # Held already, but by a fork server that somebody else has started.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+    parent = multiprocessing.parent_process()
+    assert parent is not None  # DataLoader calls this in its processes alone
+    threading.Thread(target=_wait_for_parent, args=(parent.pid,), daemon=True).start()
 
 
 def _wait_for_parent(parent: int) -> None:

@@ -176,13 +176,14 @@ def test_long_preparation_ends_when_a_worker_is_lost(tmp_path, fate):
     assert [cleaned for _, cleaned in notes] == [[0], [], [2]]
 
 
-def test_a_launcher_s_name_is_its_own(monkeypatch):
+def test_a_launcher_s_names_are_its_own(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    assert cluster.launcher_process() is None
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    assert cluster.launcher_names() == []
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    ours = cluster.launcher_process()
-    assert ours == cluster.launcher_process()
-    code = "import cluster; print(cluster.launcher_process())"
+    (ours,) = cluster.launcher_names()
+    assert [ours] == cluster.launcher_names()
+    code = "import cluster; print(*cluster.launcher_names())"
     same = (
         "import subprocess, sys\n"
         "for _ in range(2): subprocess.run([sys.executable, '-c', sys.argv[1]], check=True)"
@@ -193,6 +194,15 @@ def test_a_launcher_s_name_is_its_own(monkeypatch):
         one, other = done.stdout.split()
         assert one == other != ours
         ours = one
+
+
+def test_a_launcher_behind_a_wrapper_is_known_by_its_folder(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    found = []
+    for file in ("a/none_x/attempt_0/0", "a/none_x/attempt_1/3", "a/none_y/attempt_0/0"):
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"/tmp/{file}/error.json")
+        found.append(cluster.launcher_names()[1])
+    assert found[0] == found[1] != found[2]
 
 
 # --- one process ----------------------------------------------------------------------------------

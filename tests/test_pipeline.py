@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from image_tree import opened, write_tree
+from torch.utils.data._utils import signal_handling
 from torchvision.transforms import Normalize
 from torchvision.transforms import functional as transforms
 
@@ -304,15 +306,36 @@ def test_file_descriptors_stay_flat(config: DataConfig) -> None:
     assert max(counts[10:]) <= max(counts[1:10])
 
 
-@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
-def test_other_ways_to_start_loader_processes(config: DataConfig, start_method: str) -> None:
+def same_as_from_memory(config: DataConfig, start_method: str) -> bool:
     data = opened(config, 5)
     cpu, plain = torch.device("cpu"), torch.contiguous_format
     transform = Transform(data.mean, data.std, cpu, torch.float32, plain, 5, 2, True)
     sampler = Shards(46, [9], 0)
     loader = LoaderPipeline(data.train, sampler, transform, 1, 2, start_method)
     memory = MemoryPipeline(data.train, sampler, transform)
-    assert same(list(loader.batches(0)), list(memory.batches(0)))
+    return same(list(loader.batches(0)), list(memory.batches(0)))
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
+def test_other_ways_to_start_loader_processes(config: DataConfig, start_method: str) -> None:
+    assert same_as_from_memory(config, start_method)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_all_processes_that_comes_as_one_starts(
+    config: DataConfig, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """A launcher sends it to the whole group: the loader's process goes on until it is told."""
+    begin = signal_handling._set_worker_signal_handlers
+
+    def asked_to_end() -> None:
+        begin()
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(signal_handling, "_set_worker_signal_handlers", asked_to_end)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    assert same_as_from_memory(config, "fork")
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
 
 
 def test_loading_leaves_the_random_state_alone(config: DataConfig) -> None:

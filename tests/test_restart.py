@@ -98,7 +98,10 @@ def test_a_killed_start_has_not_overwritten_what_it_had_not_come_to(tmp_path):
     assert "--overwrite: done at the first start of this job, which goes on" in log
     run = read(folder)
     check_equal(run, train(tmp_path / "undisturbed", 2, **options))
-    assert len(run.provenance["continued"]) == 1
+    (later,) = run.provenance["continued"]
+    # By its process and by its folder.
+    assert len(run.provenance["launchers"]) == 2
+    assert later["launchers"] == run.provenance["launchers"]
     assert run.epochs[0]["train_seconds"] != json.loads(before.splitlines()[0])["train_seconds"]
 
 
