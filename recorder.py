@@ -106,7 +106,7 @@ class RunFolder:
             if (self.path / FINAL).exists():
                 return FINISHED
         replaces = overwrite and self.path.exists()
-        if replaces and not (self.path / CONFIG).exists() and any(self.path.iterdir()):
+        if replaces and not (self.path / CONFIG).exists() and self._holds_more_than_traces():
             raise UserError(f"{self.path} holds no run: --overwrite does not delete it")
         earlier = None if replaces else self._unfinished(resume)
         if earlier is not None:
@@ -271,6 +271,11 @@ class RunFolder:
             return True
         named = bool(starts) and starts[0].get("job") == job.name is not None
         return named and not (self.path / FINAL).exists()
+
+    def _holds_more_than_traces(self) -> bool:
+        """Whether it is more than what is left of a start that was killed as it began."""
+        files = self.path.iterdir()
+        return not all(file.match(LOCK) or file.match(storage.TEMPORARY) for file in files)
 
     def _compare(self, earlier: Config, config: Config, same_workers: bool) -> None:
         changed = [key for key in differences(earlier, config) if key not in MAY_DIFFER]

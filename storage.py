@@ -12,6 +12,9 @@ from configs.errors import UserError
 
 Buffer = bytes | memoryview
 
+# What temporary files are called.
+TEMPORARY = ".*.tmp"
+
 
 def write(path: Path, content: Buffer) -> None:
     """Writes a file by way of a temporary one in the same folder, flushed to disk and renamed.
@@ -108,7 +111,7 @@ def lock(path: Path, held: str) -> TextIO:
 
 def drop_temporary(folder: Path) -> None:
     """Deletes what writers that were killed have left."""
-    for file in folder.glob(".*.tmp"):
+    for file in folder.glob(TEMPORARY):
         remove(file)
 
 

@@ -499,6 +499,11 @@ def test_a_launcher_that_does_not_end_is_killed_with_its_workers(tmp_path, monke
 # --- for real -------------------------------------------------------------------------------------
 
 
+def printed(output: Path) -> str:
+    """What the runs have said, for a test that has failed."""
+    return "\n".join(f"{log}:\n{log.read_text()}" for log in sorted(output.glob("logs/*.log")))
+
+
 def hear_ctrl_c() -> None:
     """The tests themselves may run where it is ignored, as a shell's background job."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -537,7 +542,8 @@ def test_ctrl_c_ends_all_processes_and_the_same_command_finishes_the_set(tmp_pat
     assert 1 <= begun < 15
 
     monkeypatch.setattr(reproduce, "write_report", lambda experiment: [])
-    assert reproduce.main([str(tmp_path / "set.yaml"), "--output", str(output)]) == 0
+    code = reproduce.main([str(tmp_path / "set.yaml"), "--output", str(output)])
+    assert code == 0, printed(output)
     run = epochs.parent
     assert [record["epoch"] for record in records(run)] == list(range(15))
     assert is_finished(run)

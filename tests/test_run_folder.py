@@ -226,6 +226,15 @@ def test_overwrite_deletes_nothing_but_runs(tmp_path, finished):
     assert (path / "thesis.tex").read_text() == "years of work"
 
 
+def test_overwrite_takes_what_a_start_has_left_that_was_killed_at_once(tmp_path):
+    path = tmp_path / "runs" / "short" / "edp-sgd" / "seed-42"
+    path.mkdir(parents=True)
+    (path / ".lock").touch()
+    (path / ".config.yaml.tmp").write_text("name: sh")
+    assert train(tmp_path, 2, "--overwrite", **{**OPTIONS, "epochs": 1}).column("epoch") == [0]
+    assert not list(path.glob(".*"))
+
+
 def test_resume_never_leaves_an_unfinished_run_alone(tmp_path, unfinished):
     folder = copied(unfinished, tmp_path)
     before = content(folder / "runs")
