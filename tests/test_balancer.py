@@ -430,6 +430,28 @@ def test_state_goes_on_inside_an_epoch():
     assert shards_of(after, 2) == shards_of(whole, 2)
 
 
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("busy", None),
+        ("busy", [0.1]),
+        ("segment", -1),
+        ("next_step", 10),
+        ("changes", [(0, [1, 2])]),
+        ("changes", [(0, [-2, 12])]),
+        ("changes", [(0, [1e300, 1])]),
+    ],
+)
+def test_a_state_of_another_plan_is_refused(name, value):
+    def fresh() -> Balancer:
+        return lone(100, 10, "static", [1, 3], rank=1, size=2)
+
+    state = {**fresh().state_dict(), "next_step": 4}
+    fresh().load_state_dict(state, {"busy": [0.1] * 4})
+    with pytest.raises((OverflowError, TypeError, ValueError)):
+        fresh().load_state_dict({**state, name: value}, {"busy": [0.1] * 4})
+
+
 def test_replay_takes_the_recorded_sizes_and_refuses_others():
     recorded = np.array([[3, 7], [4, 6], [1, 9]])
     balancer = lone(30, 10, "equal", size=2, replay={0: recorded, 1: recorded[:2]})

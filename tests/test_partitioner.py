@@ -423,6 +423,35 @@ def test_state_goes_on_exactly():
     assert first.state_dict() == second.state_dict()
 
 
+@pytest.mark.parametrize(
+    "place, value",
+    [
+        ("shares", [0.5, -0.5]),
+        ("batch_sizes", [40, -8]),
+        ("batch_sizes", [16, 15]),
+        ("batch_sizes", [16.5, 15.5]),
+        ("maximum", [32.0]),
+        ("maximum", [15.0, 32.0]),
+        ("maximum", [float("nan")] * 2),
+        ("time_model.weight", [1.0]),
+        ("time_model.weight", [float("inf")] * 2),
+        ("time_model.time", [float("nan")] * 2),
+        ("time_model.time", [0.0, 0.1]),
+        ("time_model.size", [1e30] * 2),
+        ("time_model.squares", [-1.0, 0.0]),
+    ],
+)
+def test_a_state_that_no_measurements_could_have_led_to_is_refused(place, value):
+    partitioner = Partitioner(2, 32, "equal")
+    partitioner.rebalance([16, 16], [0.1, 0.2])
+    state = partitioner.state_dict()
+    Partitioner(2, 32, "equal").load_state_dict(state)
+    part, _, name = place.rpartition(".")
+    (state[part] if part else state)[name] = value
+    with pytest.raises(ValueError):
+        Partitioner(2, 32, "equal").load_state_dict(state)
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     data=st.data(), before=st.integers(1, 6), after=st.integers(1, 6),
