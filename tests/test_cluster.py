@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -183,17 +185,19 @@ def test_a_launcher_s_names_are_its_own(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     (ours,) = cluster.launcher_names()
     assert [ours] == cluster.launcher_names()
-    code = "import cluster; print(*cluster.launcher_names())"
-    same = (
-        "import subprocess, sys\n"
-        "for _ in range(2): subprocess.run([sys.executable, '-c', sys.argv[1]], check=True)"
-    )
     for _ in range(2):
-        command = [sys.executable, "-c", same, code]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-        one, other = done.stdout.split()
+        (one,), (other,) = in_a_child(names_of_two_children)
         assert one == other != ours
         ours = one
+
+
+def in_a_child(call: Callable[[], Any]) -> Any:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+        return pool.submit(call).result(timeout=30)
+
+
+def names_of_two_children() -> list[list[str]]:
+    return [in_a_child(cluster.launcher_names) for _ in range(2)]
 
 
 def test_a_launcher_behind_a_wrapper_is_known_by_its_folder(monkeypatch):

@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 import yaml
 from processes import still_running
-from test_launch import free_port
 from test_resume import LENET, READ_AHEAD, check_equal, interrupt
-from training import read, run_path, short_config, train
+from training import Trained, read, run_path, short_config, train
 
-from experiments.launcher import descendants, end
+from experiments.launcher import end
 
 TESTS = Path(__file__).resolve().parent
 pytestmark = pytest.mark.timeout(500)  # the sum of the limits below
@@ -59,7 +58,12 @@ def torchrun(
 OPTIONS = {**LENET, **READ_AHEAD, "epochs": 3, "checkpoint__every": 3}
 
 
-def test_killed_workers_are_restarted_and_the_run_goes_on_by_itself(tmp_path):
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return train(tmp_path_factory.mktemp("undisturbed"), 2, **OPTIONS)
+
+
+def test_killed_workers_are_restarted_and_the_run_goes_on_by_itself(tmp_path, undisturbed):
     """Worker 1 in the first epoch's last step, then worker 0, which holds the folder's lock."""
     fates = {"0": [1, 2 + 4], "1": [0, 2 + 3]}
     process = torchrun(tmp_path / "killed", *ALONE, "--max-restarts=3", fates=fates, **OPTIONS)
@@ -68,7 +72,7 @@ def test_killed_workers_are_restarted_and_the_run_goes_on_by_itself(tmp_path):
     finally:
         end(process)
     continued = read(tmp_path / "killed")
-    check_equal(continued, train(tmp_path / "undisturbed", 2, **OPTIONS))
+    check_equal(continued, undisturbed)
     # Each of the two restarts went on from a checkpoint.
     assert len(continued.provenance["continued"]) == 2
     assert {file.name for file in continued.path.iterdir()} == {
@@ -89,7 +93,7 @@ def restarted(folder: Path, fates: Any, *arguments: str, **options: Any) -> str:
     return (folder / "log").read_text()
 
 
-def test_a_killed_start_has_not_overwritten_what_it_had_not_come_to(tmp_path):
+def test_a_killed_start_has_not_overwritten_what_it_had_not_come_to(tmp_path, undisturbed):
     """The first start is killed while it rehearses, the second one in the second epoch."""
     folder, options = tmp_path / "run", {**OPTIONS, "checkpoint__every": "epoch"}
     interrupt(folder, 2, "append_epoch", 3, **options)  # two epochs of an older run
@@ -97,7 +101,7 @@ def test_a_killed_start_has_not_overwritten_what_it_had_not_come_to(tmp_path):
     log = restarted(folder, {"0": [1, 1], "1": [1, 2 + 6]}, "--overwrite", **options)
     assert "--overwrite: done at the first start of this job, which goes on" in log
     run = read(folder)
-    check_equal(run, train(tmp_path / "undisturbed", 2, **options))
+    check_equal(run, undisturbed)
     (later,) = run.provenance["continued"]
     # By its process and by its folder.
     assert len(run.provenance["launchers"]) == 2
@@ -105,28 +109,15 @@ def test_a_killed_start_has_not_overwritten_what_it_had_not_come_to(tmp_path):
     assert run.epochs[0]["train_seconds"] != json.loads(before.splitlines()[0])["train_seconds"]
 
 
-def test_a_restart_does_not_make_never_mean_auto(tmp_path):
-    """Killed before anything is begun, it refuses at each start; begun by it, the run goes on."""
+def test_a_restart_goes_on_with_what_its_job_has_begun_although_it_says_never(tmp_path):
     folder, options = tmp_path / "run", {**OPTIONS, "checkpoint__every": "epoch"}
     restarted(folder, {"0": [0, 2 + 6]}, "--resume=never", **options)
     assert read(folder).column("epoch") == [0, 1, 2]
-    other = tmp_path / "other"
-    interrupt(other, 2, "append_epoch", 2, **options)
-    before = (run_path(other) / "epochs.jsonl").read_text()
-    more = ["--resume=never"]
-    process = torchrun(other, *ALONE, "--max-restarts=1", fates={}, more=more, **options)
-    try:
-        assert process.wait(120) == 1
-    finally:
-        end(process)
-    assert (other / "log").read_text().count("rank 0: ") == 2
-    assert "holds an unfinished run: --resume auto" in (other / "log").read_text()
-    assert (run_path(other) / "epochs.jsonl").read_text() == before
 
 
-@pytest.mark.parametrize("more", [[], ["--overwrite"], ["--resume=never"]])
-def test_a_worker_that_is_killed_after_the_run_s_end_does_not_make_it_fail(tmp_path, more):
-    log = restarted(tmp_path / "run", {"0": [0, "end"]}, *more, **{**OPTIONS, "epochs": 1})
+def test_a_worker_that_is_killed_after_the_run_s_end_does_not_make_it_fail(tmp_path):
+    options = {**OPTIONS, "epochs": 1}
+    log = restarted(tmp_path / "run", {"0": [0, "end"]}, "--overwrite", **options)
     assert "holds this job's run, which is finished: nothing is left to do" in log
     run = read(tmp_path / "run")
     assert run.column("epoch") == [0] and "continued" not in run.provenance
@@ -151,98 +142,6 @@ def test_a_launcher_that_is_asked_to_end_leaves_a_run_to_go_on_with(tmp_path):
     marker = json.loads((path / "preempted").read_text())
     assert marker["signal"] == "SIGTERM" and still_running(str(tmp_path)) == []
     assert not (path / "final.pt").exists() and "Traceback" not in _workers_words(folder)
-
-
-def test_when_a_node_is_lost_the_rest_goes_on(tmp_path):
-    """Two launchers, of which the one that does not host the rendezvous is killed.
-
-    It was told to overwrite: that holds for its first start, not for the one after the loss.
-    """
-    options = {**OPTIONS, "precision": "fp64", "epochs": 100, "data__loader_workers": 0}
-    folder = tmp_path / "elastic"
-    nodes, port = two_nodes(folder, "1:2", more=["--overwrite"], **options)
-    try:
-        host, lost = _host_and_other(nodes, port, folder)
-        _kill(lost)
-        assert host.wait(120) == 0, (folder / "log").read_text()[-3000:]
-    finally:
-        for node in nodes:
-            end(node)
-    run = read(folder)
-    assert run.column("epoch") == list(range(100))
-    # It may have begun with one of them, before the other had joined.
-    assert 2 in _workers(folder) and _workers(folder)[-1] == 1
-    whole = train(tmp_path / "undisturbed", 1, **options)
-    assert abs(run.flat() - whole.flat()).max() < 1e-9
-    assert still_running(str(tmp_path)) == []
-
-
-def test_when_the_rendezvous_host_is_lost_the_job_ends_and_goes_on_when_started_again(tmp_path):
-    options, folder = {**OPTIONS, "epochs": 120, "data__loader_workers": 0}, tmp_path / "hostless"
-    nodes, port = two_nodes(folder, "2", **options)
-    try:
-        host, left = _host_and_other(nodes, port, folder)
-        _kill(host)
-        assert left.wait(120) != 0
-    finally:
-        for node in nodes:
-            end(node)
-    assert "an exchange with the other workers failed" in (folder / "log").read_text()
-    assert (run_path(folder) / "checkpoint.pt").exists()
-    assert still_running(str(tmp_path)) == []
-    again = torchrun(folder, *ALONE, fates={}, **options)
-    try:
-        assert again.wait(120) == 0, (folder / "log").read_text()[-3000:]
-    finally:
-        end(again)
-    check_equal(read(folder), train(tmp_path / "undisturbed", 2, **options))
-
-
-def two_nodes(folder: Path, nodes: str, **options: Any) -> tuple[list[subprocess.Popen], int]:
-    """Two launchers of one worker each, and the port of their rendezvous; nodes: how many to be."""
-    port = free_port()
-    elastic = [
-        f"--nnodes={nodes}", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d",
-        f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=job", "--local-addr=127.0.0.1",
-        "--rdzv-conf=last_call_timeout=12,keep_alive_interval=1,keep_alive_max_attempt=3",
-    ]  # fmt: skip
-    return [torchrun(folder, *elastic, fates={}, **options) for _ in range(2)], port
-
-
-def _host_and_other(
-    nodes: Sequence[subprocess.Popen], port: int, folder: Path
-) -> tuple[subprocess.Popen, subprocess.Popen]:
-    """The launcher that hosts the rendezvous and the other one, once both train."""
-    deadline = time.monotonic() + 90
-    # The last checkpoint may be older than the last record.
-    while _workers(folder).count(2) < 3 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    host = next(node for node in nodes if _listens(node.pid, port))
-    (other,) = (node for node in nodes if node is not host)
-    return host, other
-
-
-def _kill(launcher: subprocess.Popen) -> None:
-    """Kills a launcher and its workers, as the loss of a node does."""
-    for pid in [*(pid for pid, _ in descendants(launcher.pid)), launcher.pid]:
-        os.kill(pid, signal.SIGKILL)
-
-
-def _workers(folder: Path) -> list[int]:
-    """How many workers each recorded epoch had."""
-    lines = [line for file in folder.rglob("epochs.jsonl") for line in file.read_text().split("\n")]
-    return [len(json.loads(line)["shares"]) for line in lines[:-1]]
-
-
-def _listens(pid: int, port: int) -> bool:
-    """Whether it is this process that listens at the port."""
-    lines = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()
-    fields = [line.split() for line in lines.splitlines()]
-    listening = {
-        f"socket:[{f[9]}]" for f in fields if f[3] == "0A" and f[1].endswith(f":{port:04X}")
-    }
-    links = [os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir() if file.is_symlink()]
-    return bool(listening & set(links))
 
 
 def _workers_words(folder: Path) -> str:
