@@ -16,7 +16,7 @@ demo: $(VENV)/.runs
 	@echo "figures and summary are in runs/demo/report"
 
 test: $(VENV)/.tests
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-gpu: $(VENV)/.tests
 	$(BIN)/python -m pytest -m gpu tests/test_gpu.py
