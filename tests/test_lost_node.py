@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from processes import still_running
 from test_launch import free_port
-from test_restart import ALONE, OPTIONS, check_equal, torchrun
+from test_restart import ALONE, OPTIONS, torchrun
+from test_resume import check_equal
 from training import read, run_path, train
 
 from experiments.launcher import descendants, end

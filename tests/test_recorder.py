@@ -370,9 +370,10 @@ def test_a_launcher_s_further_starts_go_on_with_what_its_first_one_has_begun(tmp
     start("c")
     assert found == [REPLACES] * 3 + [NEW] * 2 + [CONTINUES] * 2
     folder.finish({"weight": torch.ones(2)})
-    checkpoint.save(path, trainer_state(1), 1)  # killed before the checkpoint was dropped
-    start("c", overwrite=True)
-    assert found[-1] == FINISHED and names(path) == {*FILES, "final.pt"}
+    for options in ({"overwrite": True}, {"resume": "never"}, {"resume": "auto"}):
+        checkpoint.save(path, trainer_state(1), 1)  # killed before the checkpoint was dropped
+        start("c", **options)
+        assert found[-1] == FINISHED and names(path) == {*FILES, "final.pt"}
     with pytest.raises(UserError, match="finished run"):
         start("d")
     start("d", overwrite=True)

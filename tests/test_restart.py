@@ -66,11 +66,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 def test_killed_workers_are_restarted_and_the_run_goes_on_by_itself(tmp_path, undisturbed):
     """Worker 1 in the first epoch's last step, then worker 0, which holds the folder's lock."""
     fates = {"0": [1, 2 + 4], "1": [0, 2 + 3]}
-    process = torchrun(tmp_path / "killed", *ALONE, "--max-restarts=3", fates=fates, **OPTIONS)
-    try:
-        assert process.wait(120) == 0, (tmp_path / "killed" / "log").read_text()[-3000:]
-    finally:
-        end(process)
+    restarted(tmp_path / "killed", fates, **OPTIONS)
     continued = read(tmp_path / "killed")
     check_equal(continued, undisturbed)
     # Each of the two restarts went on from a checkpoint.
