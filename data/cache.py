@@ -120,7 +120,8 @@ def temporary_folder(parent: str, name: str) -> Iterator[str]:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         for left in glob.iglob(f"{glob.escape(temporary)}{_LOCK}*"):
-            os.unlink(left)
+            with contextlib.suppress(FileNotFoundError):  # the lock is free: others may remove it
+                os.unlink(left)
 
 
 def _remove_left_over(parent: str, name: str) -> None:

@@ -283,6 +283,18 @@ def test_what_a_killed_process_has_left_is_removed(tmp_path: Path) -> None:
     assert stat.S_IMODE(target.stat().st_mode) == 0o777 & ~_umask()
 
 
+def test_processes_that_remove_what_is_left_over_leave_each_other_alone(tmp_path: Path) -> None:
+    code = (
+        "import sys; from data import cache\n"
+        "for _ in range(1000):\n"
+        "    with cache.temporary_folder(sys.argv[1], 'set') as folder: open(folder + '/half', 'w')"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    errors = [process.communicate(timeout=60)[1] for process in processes]
+    assert errors == [""] * 3 and not os.listdir(tmp_path)
+
+
 def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
