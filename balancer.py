@@ -29,6 +29,10 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
+
+# DistributedDataParallel imports it. Imported while there is a process group, it keeps gloo's
+# threads past the group's end, and these may abort a process that is just exiting.
+import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

@@ -291,6 +291,8 @@ def join(
     meeting = {"store": store, "rank": place["rank"], "world_size": place["size"]}
     dist.init_process_group(backend, timeout=limit, **({} if store is None else meeting))
     control = dist.new_group(backend="gloo", timeout=limit)
+    # One that ended before the others are connected would fail their start, and hide its reason.
+    dist.barrier(group=control)
     workers = Workers(
         **place, device=here, backend=backend, threads=torch.get_num_threads(), control=control
     )

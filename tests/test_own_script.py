@@ -19,8 +19,11 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def seconds_of_epochs(script: str) -> list[float]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
-               "--nproc_per_node=2", str(ROOT / "examples" / script)]  # fmt: skip
+    # See balancer.py: what plain DDP imports too late may abort it at its exit.
+    code = "import runpy, sys, torch._dynamo; runpy.run_path(sys.argv[1], run_name='__main__')"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+               "--no-python", sys.executable, "-c", code,
+               str(ROOT / "examples" / script)]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=120, check=False
