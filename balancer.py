@@ -22,6 +22,7 @@ from __future__ import annotations
 import inspect
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -466,7 +467,9 @@ class Balancer:
         Gradient accumulation under `no_sync` works if the micro-batches' losses add up to the mean
         over this worker's batch; mixed precision and gradient scaling work as ever.
         """
-        model.register_comm_hook(self, _weighted_sum)
+        # Not itself: DDP keeps its hook's state for good, and all that the balancer refers to with
+        # it, process groups for instance.
+        model.register_comm_hook(weakref.proxy(self), _weighted_sum)
 
     def reduce_flat(self, parameters: Iterable[nn.Parameter]) -> None:
         """The same sum for a plain module, by one all-reduce after the backward pass."""

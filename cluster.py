@@ -10,6 +10,8 @@ and groups with time limits of their own, which Horovod has not.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import hashlib
 import json
 import os
@@ -286,6 +288,10 @@ def join(
         here = torch.device("cuda", place["local_rank"] % torch.cuda.device_count())
         torch.cuda.set_device(here)
     torch.set_num_threads(_threads(threads, place["local_size"]))
+    # Groups end, and gloo's threads with them, when nothing refers to them any more, and models
+    # that do are garbage in cycles. A thread that lets go of a tensor while the interpreter is
+    # taken apart would abort the process.
+    atexit.register(gc.collect)
     limit = timedelta(seconds=timeout)
     store = _store_over_horovod(place, limit) if horovod else _store(limit)
     meeting = {"store": store, "rank": place["rank"], "world_size": place["size"]}

@@ -106,6 +106,30 @@ def test_python_alone_trains_in_one_process(tmp_path):
     assert run.provenance["command"].startswith("python trainer.py --config configs/demo.yaml ")
 
 
+@pytest.mark.parametrize("exchange", ["ddp", "flat"])
+def test_no_thread_of_a_process_group_is_left_when_the_interpreter_ends(tmp_path, exchange):
+    """One that let go of a tensor then would abort the process of a finished run."""
+    code = (
+        "import atexit, pathlib, sys\n"
+        "def show(when):\n"
+        "    names = [p.read_text() for p in pathlib.Path('/proc/self/task').glob('*/comm')]\n"
+        "    print(when, sum('pt_gloo_runloop' in name for name in names))\n"
+        "atexit.register(show, 'threads at the end')\n"
+        "import trainer\n"
+        "make = trainer.Trainer.__init__\n"
+        "def shown(self, *given): show('threads during the run'); make(self, *given)\n"
+        "trainer.Trainer.__init__ = shown\n"
+        "trainer.main()"
+    )
+    small = ["data.train_samples=64", "data.test_samples=10", "epochs=1", "stragglers=[]"]
+    done = call(
+        "-c", code, "--config", "configs/demo.yaml", *small, f"exchange={exchange}",
+        "--output", str(tmp_path / "runs"),
+    )  # fmt: skip
+    assert done.code == 0, done.errors
+    assert {"threads during the run 4", "threads at the end 0"} <= set(done.output.splitlines())
+
+
 # --- launchers' arguments -------------------------------------------------------------------------
 
 
