@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cluster import Preempted, Workers
+from cluster import Preempted, Workers, environment_rank
 from configs.errors import NotFiniteError
 
 Item = TypeVar("Item")
@@ -85,12 +85,11 @@ def _watch(reader: int, request: Request) -> None:
         if request.heard.is_set():
             return
     if not request.heard.wait(PATIENCE):
-        print(
-            f"trainer.py: error: rank {os.environ.get('RANK', 0)}: asked to stop, but not all "
-            f"workers could agree on a step within {PATIENCE:.0f} s: ends without a checkpoint",
-            file=sys.stderr,
-            flush=True,
+        sys.stderr.write(
+            f"trainer.py: error: rank {environment_rank()}: asked to stop, but not all workers "
+            f"could agree on a step within {PATIENCE:.0f} s: ends without a checkpoint\n"
         )
+        sys.stderr.flush()
         os._exit(1)
 
 

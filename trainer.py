@@ -611,7 +611,8 @@ def main() -> None:
                 with naming_lost_peers(config.timeout):
                     train(launch, workers)
     except (UserError, PlanError) as error:
-        print(f"trainer.py: error: rank {environment_rank()}: {error}", file=sys.stderr)
+        # In one write: other workers may have as much to say at the same moment.
+        sys.stderr.write(f"trainer.py: error: rank {environment_rank()}: {error}\n")
         sys.exit(2)
     except KeyboardInterrupt:
         print("trainer.py: interrupted: the same command continues the run", file=sys.stderr)
