@@ -54,7 +54,7 @@ class Request:
 def listening() -> Iterator[Request]:
     """Within it, SIGNALS ask this process to stop instead of ending it.
 
-    If its request is not heard PATIENCE seconds after the first of them, it ends with exit code 1:
+    Once it is left without an error they are ignored: what is left to do is to end. If its request is not heard PATIENCE seconds after the first of them, it ends with exit code 1:
     the other workers are gone or hang, and there is no agreeing with them.
     """
     request = Request()
@@ -63,14 +63,18 @@ def listening() -> Iterator[Request]:
     # A signal reaches the pipe at once, also while this thread is held up in a collective and
     # Python's own handlers have to wait.
     waker = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    before = {number: signal.signal(number, lambda n, frame: request.ask(n)) for number in SIGNALS}
+    after: dict[int, Any] = {
+        number: signal.signal(number, lambda n, frame: request.ask(n)) for number in SIGNALS
+    }
     watchdog = threading.Thread(target=_watch, args=(reader, request), daemon=True)
     watchdog.start()
     try:
         yield request
+        # A signal would make a failure of a run that is saved or finished, to be started again.
+        after = dict.fromkeys(SIGNALS, signal.SIG_IGN)
     finally:
         request.heard.set()
-        for number, handler in before.items():
+        for number, handler in after.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(waker)
         os.write(writer, b"\0")  # closing it is no sign: loader processes hold it too
@@ -109,6 +113,7 @@ class FiniteGuard:
         self._workers, self._module, self._place = workers, module, place
         self._values: list[Tensor] = []  # largest magnitudes, 0-dim each, NaN for any NaN
         self._meanings: list[tuple[int, int, str]] = []
+        self._latest: tuple[int, int] | None = None  # of the steps that were looked at
         self._reading: tuple[Tensor, Any, list[tuple[int, int, str]]] | None = None
         self._first: tuple[int, int, str] | None = None
 
@@ -118,8 +123,9 @@ class FiniteGuard:
         return self._first is not None
 
     def add_loss(self, loss: Tensor) -> None:
+        self._latest = self._place()
         self._values.append(loss)
-        self._meanings.append((*self._place(), "loss"))
+        self._meanings.append((*self._latest, "loss"))
 
     def add_gradient(self, gradient: Tensor) -> None:
         """gradient: this worker's own, any part of it."""
@@ -156,15 +162,18 @@ class FiniteGuard:
             tensors = [t for t in self._module.state_dict().values() if t.is_floating_point()]
             largest = [torch.linalg.vector_norm(t.double(), ord=torch.inf) for t in tensors]
             if not bool(torch.isfinite(torch.stack(largest)).all()):
-                self._first = (*self._place(), "model")
+                self._first = (*(self._latest or self._place()), "model")
         if not self._workers.sum(np.array([float(self.found)]))[0]:
             return
-        places = self._workers.gather_json(self._first)
-        epoch, step, _ = min(place for place in places if place is not None)
+        places = dict(enumerate(self._workers.gather_json(self._first)))
+        found = {rank: place for rank, place in places.items() if place is not None}
+        # A model is that of all, whose loss or gradient has made it what it is.
+        causes = {rank: place for rank, place in found.items() if place[2] != "model"} or found
+        epoch, step, _ = min(causes.values())
         first = [
             f"the {place[2]} of rank {rank}"
-            for rank, place in enumerate(places)
-            if place is not None and place[:2] == [epoch, step]
+            for rank, place in causes.items()
+            if place[:2] == [epoch, step]
         ]
         raise NotFiniteError(
             f"not finite in epoch {epoch}, step {step} (both from 0): {', '.join(first)}. Any "

@@ -18,6 +18,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -158,6 +159,11 @@ class Trainer:
         self.workers.check_replicas(self.module)
         if saved is not None and saved["workers"]:
             self.workers.together(lambda: self._load_part(saved["workers"]))
+
+    def close(self) -> None:
+        """Ends the processes that read images ahead."""
+        self.train_batches.close()
+        self.test_batches.close()
 
     def state(self) -> dict[str, Any]:
         """All that a continued run needs: whole on rank 0 alone, but all workers must call it.
@@ -407,21 +413,21 @@ def train(launch: Launch, workers: Workers) -> None:
         data = open_data(config.data, config.seed, prepared)
         _check_same_data(data, workers)
         check_steps(config, len(data.train), workers.size)
-        trainer = Trainer(config, workers, data, replayed(config, workers), asked)
-        records = _start(trainer, folder, found, console)
-        facts = _facts(trainer, data, job)
-        workers.once(lambda: folder.write_provenance(facts))
-        console.say(headline(config, facts, folder.path))
-        if found == CONTINUES:
-            console.say(_place(trainer, launch.config.batch_size))
-        try:
-            ended = _run_or_stop(trainer, folder, records, request, console)
-        except NotFiniteError as error:
-            end = {"epoch": error.epoch, "message": str(error)}
-            workers.once(lambda: folder.mark_diverged(end))
-            raise
-    if ended:
-        console.say(summary(records, facts["devices"]))
+        with closing(Trainer(config, workers, data, replayed(config, workers), asked)) as trainer:
+            records = _start(trainer, folder, found, console)
+            facts = _facts(trainer, data, job)
+            workers.once(lambda: folder.write_provenance(facts))
+            console.say(headline(config, facts, folder.path))
+            if found == CONTINUES:
+                console.say(_place(trainer, launch.config.batch_size))
+            try:
+                ended = _run_or_stop(trainer, folder, records, request, console)
+            except NotFiniteError as error:
+                end = {"epoch": error.epoch, "message": str(error)}
+                workers.once(lambda: folder.mark_diverged(end))
+                raise
+        if ended:
+            console.say(summary(records, facts["devices"]))
 
 
 def _start(

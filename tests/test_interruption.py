@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from image_tree import write_tree
-from processes import run_trainer
+from processes import run_trainer, values
 from test_resume import LENET, READ_AHEAD, RESNET, check_equal
 from training import launch, records, run_path, train
 
@@ -151,6 +151,27 @@ def test_a_run_that_is_asked_too_late_ends_as_ever(tmp_path):
     assert (path / "final.pt").exists() != (path / "preempted").exists()
 
 
+def after_the_end(stopped: str, *argv: str) -> list[int]:
+    """The command line, whose worker is asked to stop when it is done; what it leaves running."""
+    if stopped:
+        at_call("_step", 5, "1", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    run_trainer(*argv)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        os.kill(os.getpid(), number)
+    return [child.pid for child in multiprocessing.active_children()]
+
+
+@pytest.mark.parametrize("stopped", ["", "stopped"])
+def test_nothing_that_reads_ahead_is_left_and_no_signal_makes_a_failure_of_an_end(
+    tmp_path, stopped
+):
+    options = {**LENET, **READ_AHEAD, "data__loader_workers": 2}
+    outcomes = launch(tmp_path, 2, target=after_the_end, before=(stopped,), limit=SOON, **options)
+    assert values(outcomes) == [[], []]
+    path = run_path(tmp_path)
+    assert (path / "preempted").exists() == bool(stopped) != (path / "final.pt").exists()
+
+
 def deserted(how: str, *argv: str) -> None:
     """The command line, where worker 0 is asked to stop as worker 1 dies or hangs."""
     import interruption
@@ -237,6 +258,17 @@ def unlucky_evaluation(*argv: str) -> None:
 
     trainer.Trainer._forward = breaking
     run_trainer(*argv)
+
+
+@pytest.mark.parametrize("exchange", ["ddp", "flat"])
+def test_the_last_step_s_worker_is_named_before_the_model_that_all_have_in_common(
+    tmp_path, exchange
+):
+    options = {**LENET, "exchange": exchange}
+    before = ("loss", "1", 2 + 4 + 4)
+    for outcome in launch(tmp_path, 2, target=broken, before=before, limit=SOON, **options):
+        assert outcome.code == 2, outcome.output
+        assert "not finite in epoch 1, step 3 (both from 0): the loss of rank 1." in outcome.output
 
 
 def test_a_test_loss_that_is_not_finite_reaches_no_record(tmp_path):
