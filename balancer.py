@@ -344,6 +344,7 @@ class Balancer:
         self.size, self.every, self.seed = size, every, seed
         self.gradient_weight = gradient_weight
         self._replay = replay
+        self._leaves_out = False  # a short last batch that could be had, as the run has begun so
         self.clock = StepClock(_default_device() if device is None else device)
         self.sampler = ShardSampler(self)
         self.before_ready: Callable[[], None] = _nothing
@@ -359,7 +360,10 @@ class Balancer:
         """Lays out an epoch with the present shares; the sampler's next pass follows it."""
         batches = list(global_batches(self.size, self.partitioner.batch_size))
         splits = [self.partitioner.split(stop - start) for start, stop in batches]
-        left_out = batches[-1][1] - batches[-1][0] if splits[-1] is None else 0
+        last = batches[-1][1] - batches[-1][0]
+        if self._leaves_out and last < self.partitioner.batch_size:
+            splits[-1] = None
+        left_out = last if splits[-1] is None else 0
         sizes = [split for split in splits if split is not None]
         starts = np.array([start for start, _ in batches][: len(sizes)], np.int64)
         planned = np.array(sizes, np.int64).reshape(len(sizes), self.workers)
@@ -495,6 +499,7 @@ class Balancer:
             "segment": self._segment,
             "changes": self.plan.changes(),
             "busy": self.busy.tolist(),
+            "left_out": self.plan.left_out,
             "partition": self.partitioner.state_dict(),
         }
 
@@ -503,6 +508,8 @@ class Balancer:
     ) -> None:
         """Goes on from such a state, also of another number of workers.
 
+        A short last batch stays left out where it was. Where it was not, and is too small for the
+        present workers, it is from now on; if it alone was to come, the epoch ends without it.
         times: this worker's step times of the state's epoch, `vars` of a StepTimes as lists;
         without them on one worker, none may have them, and the next rebalance counts later steps.
         Raises ValueError (KeyError, TypeError …) for a state of another form.
@@ -510,9 +517,11 @@ class Balancer:
         self.partitioner.load_state_dict(state["partition"])
         self.announce_cap(int(self.partitioner.maximum[self.rank]))
         same = len(state["partition"]["shares"]) == self.workers
+        self._leaves_out = state["left_out"] > 0
         steps = len(self.plan_epoch(state["epoch"]).starts)
-        if not (0 <= state["next_step"] < steps and 0 <= state["segment"] <= steps):
-            raise ValueError(f"step {state['next_step']} or {state['segment']} of {steps}")
+        before = steps + (self.plan.left_out > 0 and not self._leaves_out)
+        if not (0 <= state["next_step"] < before and 0 <= state["segment"] <= before):
+            raise ValueError(f"step {state['next_step']} or {state['segment']} of {before}")
         # Of what lies ahead, other workers' plans are void.
         done, self.next_step = state["next_step"] or steps, state["next_step"]
         self._restore_plan(state["changes"], steps if same else done)
@@ -527,11 +536,14 @@ class Balancer:
     def _restore_plan(self, changes: Sequence[tuple[int, Sequence[int]]], stop: int) -> None:
         """Puts `changes` into the plan's steps before `stop`; they may be of other workers."""
         sizes, totals = self.plan.batch_sizes, self.plan.batch_sizes.sum(1)
-        more = max(0, *(len(split) - self.workers for _, split in changes))
-        sizes = np.pad(sizes, ((0, 0), (0, more)))
-        for step, split in changes:
-            sizes[step:stop] = 0
-            sizes[step:stop, : len(split)] = split
+        begins, widest = [step for step, _ in changes], max(len(split) for _, split in changes)
+        in_order = begins[0] == 0 and all(a < b for a, b in zip(begins, begins[1:]))
+        if not in_order or widest > self.partitioner.batch_size:
+            raise ValueError("a plan's changes are in disorder, or of more workers than samples")
+        sizes = np.pad(sizes, ((0, 0), (0, max(0, widest - self.workers))))
+        for (begin, split), end in zip(changes, [*begins[1:], stop]):
+            sizes[begin : min(end, stop)] = 0
+            sizes[begin : min(end, stop), : len(split)] = split
         # A finished epoch's plan is not used any more.
         wrong = sizes.min() < 0 or (sizes.sum(1) != totals).any()
         if wrong and self.next_step > 0:

@@ -1,9 +1,10 @@
 """Checkpoint files: written so that one whole one is always there, checked before they are used.
 
-`checkpoint.pt` is the newest, `checkpoint-1.pt` the one before it, and so on. Each is a mapping of
-numbers, texts, lists and tensors that loads with `weights_only=True`, on any device:
+`checkpoint.pt` is the newest, `checkpoint-1.pt` the one before it, and so on; one that turned out
+to be damaged has `.damaged` added to its name. Each is a mapping of numbers, texts, lists and
+tensors that loads with `weights_only=True`, on any device:
 
-    format                    2
+    format                    3
     config, config_hash       the run's resolved configuration, and its SHA-256
     world_size                number of workers
     data                      what the data are known by (data/identity.py)
@@ -24,6 +25,7 @@ from __future__ import annotations
 import io
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ from configs.files import refuse_compressed
 from configs.schema import from_mapping, to_mapping
 
 NEWEST = "checkpoint.pt"
+_DAMAGED = ".damaged"
 
 
 def is_due(every: str | int, epoch: int, step: int, steps: int) -> bool:
@@ -54,15 +57,16 @@ def is_due(every: str | int, epoch: int, step: int, steps: int) -> bool:
 def save(folder: Path, state: Mapping[str, Any], keep: int) -> None:
     """Makes `state` the newest checkpoint and keeps `keep` in all. Raises UserError (disk full)."""
     temporary = storage.stage(folder / NEWEST, packed(state))
-    # Only now, as the new one is whole. From the oldest on, so that none is overwritten.
-    numbers = sorted(_numbers(folder), reverse=True)
-    for number in numbers:
-        place = folder / _name(number)
-        if number + 1 < keep:
-            storage.replace(place, folder / _name(number + 1))
-        elif number > 0:
-            storage.remove(place)
+    # Only now, as the new one is whole. From the oldest on, so that none is overwritten but the
+    # last to be kept; those behind a gap stay where they are.
+    numbers = _numbers(folder)
+    gap = next(number for number in count() if number not in numbers)
+    for number in reversed(range(min(gap, keep - 1))):
+        storage.replace(folder / _name(number), folder / _name(number + 1))
     storage.replace(temporary, folder / NEWEST)
+    for number in numbers:
+        if number >= keep:
+            storage.remove(folder / _name(number))
 
 
 def exists(folder: Path) -> bool:
@@ -71,21 +75,29 @@ def exists(folder: Path) -> bool:
 
 
 def drop(folder: Path) -> None:
-    """Deletes all checkpoints of a run's folder."""
+    """Deletes all checkpoints of a run's folder, damaged ones too."""
     for number in _numbers(folder):
         storage.remove(folder / _name(number))
+    for path in folder.glob(f"checkpoint*.pt{_DAMAGED}"):
+        if path.is_file():
+            storage.remove(path)
+
+
+def set_aside(path: Path) -> None:
+    """Renames a damaged checkpoint, so that it takes the place of no whole one."""
+    storage.replace(path, path.with_name(path.name + _DAMAGED))
 
 
 def newest(
     folder: Path, check: Callable[[Mapping[str, Any]], None]
-) -> tuple[bytes | None, list[str]]:
+) -> tuple[bytes | None, dict[Path, str]]:
     """The content of the newest whole checkpoint, or None where there is no file at all.
 
     check: raises UserError for a checkpoint that is whole but not this run's, which is the end of
-    the search. With it comes a line for each damaged file that was passed over. Raises UserError
-    where all are damaged.
+    the search. With it comes what is wrong with each damaged file that was passed over. Raises
+    UserError where all are damaged.
     """
-    damaged: list[str] = []
+    damaged: dict[Path, str] = {}
     for path in _files(folder):
         try:
             if not path.is_file():  # reading a pipe might never end
@@ -93,14 +105,14 @@ def newest(
             content = path.read_bytes()
             state = load(content, path, torch.device("cpu"))
         except (OSError, UserError) as error:
-            damaged.append(f"{path} is damaged ({error}): passed over")
+            damaged[path] = str(error)
             continue
         check(state)
         return content, damaged
     if damaged:
         names = ", ".join(str(path) for path in _files(folder))
         raise UserError(f"damaged: {names}: put one back, or --overwrite to start again")
-    return None, []
+    return None, {}
 
 
 def load(content: bytes, path: Path, device: torch.device) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from configs.schema import Config, from_mapping
 from data import identity
 from record_form import is_count
 
-FORMAT = 2
+FORMAT = 3
 _KINDS = {
     "format": int, "config": dict, "config_hash": str, "world_size": int, "data": dict,
     "next_epoch": int, "epoch_began": float, "trained": dict, "model": dict, "optimizer": dict,
@@ -90,6 +90,7 @@ def _check_balancer(state: Mapping[str, Any], epochs: int) -> None:
     _require(is_count(step, 0) and isinstance(partition, dict), "balancer")
     shares = partition.get("shares")
     _require(isinstance(shares, list) and len(shares) == state["world_size"], "balancer")
+    _require(is_count(balancer.get("left_out"), 0), "balancer")
     inside = step > 0 or bool(state["trained"])
     _require(not inside or next_epoch < epochs, "next_epoch")
     epoch = next_epoch if inside else max(0, next_epoch - 1)

@@ -54,8 +54,9 @@ class Request:
 def listening() -> Iterator[Request]:
     """Within it, SIGNALS ask this process to stop instead of ending it.
 
-    Once it is left without an error they are ignored: what is left to do is to end. If its request is not heard PATIENCE seconds after the first of them, it ends with exit code 1:
-    the other workers are gone or hang, and there is no agreeing with them.
+    Once it is left without an error they are ignored: what is left to do is to end. If its request
+    is not heard PATIENCE seconds after the first of them, it ends with exit code 1: the other
+    workers are gone or hang, and there is no agreeing with them.
     """
     request = Request()
     reader, writer = os.pipe()

@@ -88,6 +88,7 @@ class RunFolder:
         self.path = path
         self.batch_size = 0
         self.found: bytes | None = None
+        self._damaged: list[Path] = []
         self._lines: list[str] = []
         self._steps: list[dict[str, np.ndarray]] = []
 
@@ -121,7 +122,8 @@ class RunFolder:
     ) -> str:
         """Makes the folder ready, and says what it holds; as `look`.
 
-        What is to be replaced `replace` deletes.
+        What is to be replaced `replace` deletes. The configuration of a run that goes on `restore`
+        writes: where a start fails, that of the checkpoints stays.
         """
         try:
             found = self.look(config, workers, resume, overwrite, job)
@@ -136,7 +138,6 @@ class RunFolder:
         storage.drop_temporary(self.path)
         if found == NEW:
             storage.remove(self.path / PROVENANCE)
-        if found != REPLACES:
             self._write_config()
         return found
 
@@ -170,8 +171,9 @@ class RunFolder:
             earlier = from_mapping(state["config"], where=str(self.path / checkpoint.NEWEST))
             self._compare(earlier, config, state["world_size"] == workers)
 
-        self.found, notes = checkpoint.newest(self.path, check)
-        return notes
+        self.found, damaged = checkpoint.newest(self.path, check)
+        self._damaged = list(damaged)
+        return [f"{path} is damaged ({fault}): passed over" for path, fault in damaged.items()]
 
     def restore(self, state: Mapping[str, Any] | None) -> list[dict[str, Any]]:
         """Sets the records to those of a checkpoint, or to none; returns them. The run begins."""
@@ -181,6 +183,10 @@ class RunFolder:
         records = [parse_object(line, where) for line in self._lines]
         self._lock_file.write("not finished\n")
         self._lock_file.flush()
+        for path in self._damaged:
+            checkpoint.set_aside(path)
+        if state is not None:
+            self._write_config()
         storage.write(self.path / EPOCHS, text.encode())
         for name in (STEPS, PREEMPTED, DIVERGED):
             storage.remove(self.path / name)
@@ -386,10 +392,11 @@ def epoch_record(
     busy = phases["busy"][clean]
     # Unknown where the number of workers has changed since the last rebalance.
     typical_busy = np.where(np.isnan(typical_busy), busy.mean(0), typical_busy)
-    # Where no batch was full, times and T* would be of different batches.
-    full = sizes.sum() == partitioner.batch_size
-    best = partitioner.optimum() if full else None
-    left_out = partitioner.left_out() if full else None
+    # Where no batch was full, times and T* would be of different batches; and there are no times
+    # where workers came when only a batch was to come that is too small for them.
+    told = sizes.sum() == partitioner.batch_size and bool(np.isfinite(typical_busy).all())
+    best = partitioner.optimum() if told else None
+    left_out = partitioner.left_out() if told else None
     fit = None if best is None else partitioner.time_model.fit()
     return {
         "epoch": plan.epoch,

@@ -443,6 +443,12 @@ def _start(
         saved = checkpoint.load(content, folder.path / checkpoint.NEWEST, workers.device)
         folder.found = None
     trainer.start(saved)
+    plan = trainer.balancer.plan
+    if saved is not None and plan.left_out > saved["balancer"]["left_out"]:
+        console.say(
+            f"an epoch's last batch, of {plan.left_out} samples, is too small for {workers.size} "
+            f"workers: left out from here on, so that epochs have {len(plan.starts)} steps"
+        )
     if found == REPLACES:
         workers.once(folder.replace)
     return workers.once(lambda: folder.restore(saved))

@@ -33,7 +33,7 @@ def trainer_state(next_epoch: int, workers: int = 1) -> dict[str, Any]:
         "optimizer": {"state": {0: {"momentum_buffer": torch.ones(3)}}, "param_groups": []},
         "balancer": {
             "epoch": max(0, next_epoch - 1), "next_step": 0, "segment": STEPS,
-            "changes": [(0, [1] * workers)], "busy": [1.0] * workers,
+            "changes": [(0, [1] * workers)], "busy": [1.0] * workers, "left_out": 0,
             "partition": {"shares": [1 / workers] * workers},
         },
         "calibrated": [{"rule": 0, "rank": 0, "seconds": 0.5}],

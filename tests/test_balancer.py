@@ -460,6 +460,10 @@ def test_state_goes_on_inside_an_epoch():
         ("changes", [(0, [1, 2])]),
         ("changes", [(0, [-2, 12])]),
         ("changes", [(0, [1e300, 1])]),
+        ("changes", [(0, [5, 5]), (0, [5, 5])]),
+        ("changes", [(3, [5, 5]), (2, [5, 5])]),
+        ("changes", [(1, [5, 5])]),
+        ("changes", [(0, [10] + [0] * 10**6)]),
     ],
 )
 def test_a_state_of_another_plan_is_refused(name, value):
@@ -505,6 +509,31 @@ def test_a_plan_keeps_what_other_workers_have_done_of_it(size):
     twin.load_state_dict({**after.state_dict(), "next_step": 5})
     assert twin.plan.changes() == after.plan.changes()
     assert shards_of(twin, 1) == seen[1:]
+
+
+def test_a_last_batch_that_was_left_out_stays_so_with_fewer_workers():
+    """For the number of steps in an epoch, which the learning rate follows."""
+    before = lone(65, 10, "equal", min_batch=3, size=2)
+    assert (len(before.plan.starts), before.plan.left_out) == (6, 5)
+    after = lone(65, 10, "equal", min_batch=3)
+    assert (len(after.plan.starts), after.plan.left_out) == (7, 0)
+    after.load_state_dict({**before.state_dict(), "next_step": 4})
+    for _ in range(2):
+        assert (len(after.plan.starts), after.plan.left_out) == (6, 5)
+        assert after.state_dict()["left_out"] == 5
+        after.plan_epoch(1)
+
+
+@pytest.mark.parametrize("step", [0, 4, 6])
+def test_a_last_batch_that_is_too_small_for_more_workers_is_left_out(step):
+    """Also if it alone was to come: the epoch then has no more steps."""
+    before = lone(65, 10, "equal", min_batch=3)
+    after = lone(65, 10, "equal", min_batch=3, rank=1, size=2)
+    after.load_state_dict({**before.state_dict(), "next_step": step, "segment": 7 - step})
+    assert (len(after.plan.starts), after.plan.left_out) == (6, 5)
+    assert len(shards_of(after, 0)) == 6 - step
+    assert after.next_step == 0 and after.epoch_share() >= 0
+    assert len(shards_of(after, 1)) == 6
 
 
 def test_steps_pause_where_they_are_told_and_go_on():

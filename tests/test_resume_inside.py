@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from processes import run_trainer
 from test_resume import (
     DROPOUT,
     LENET,
@@ -136,6 +139,51 @@ def test_another_number_of_workers_goes_on(tmp_path, saved, undisturbed, size, p
     assert [len(epoch["shares"]) for epoch in continued.epochs] == [2, second, size]
 
 
+SHORT = {**LENET, "precision": "fp64", "epochs": 3, "partition__min_batch": 4}
+
+
+@pytest.mark.parametrize("place", [2, 3, 4])
+def test_more_workers_do_without_a_batch_that_is_too_small_for_them(tmp_path, place):
+    """Of 8 samples, the fourth of an epoch: one step before it, just before it, and after it."""
+    saved = every_step(tmp_path / "saved", 2, **SHORT)
+    folder = stopped_after(tmp_path / "after", saved, place)
+    outcomes = launch(folder, 3, **SHORT)
+    assert [outcome.code for outcome in outcomes] == [0, 0, 0], outcomes
+    assert "of 8 samples, is too small for 3 workers: left out from here on" in outcomes[0].output
+    continued = read(folder)
+    assert continued.column("steps") == [4 if place == 4 else 3, 3, 3]
+    assert continued.column("train_samples") == [104 if place == 4 else 96, 96, 96]
+    again = stopped_after(tmp_path / "again", saved, place)
+    interrupt(again, 3, "append_epoch", 2, **SHORT)
+    check_same_samples(train(again, 2, **SHORT), continued)
+
+
+def test_fewer_workers_do_without_it_too(tmp_path):
+    saved = every_step(tmp_path / "saved", 3, **SHORT)
+    undisturbed = train(tmp_path / "undisturbed", 3, **SHORT)
+    assert undisturbed.column("left_out") == [8, 8, 8]
+    for place in (2, 3):
+        folder = stopped_after(tmp_path / f"after-{place}", saved, place)
+        check_same_samples(train(folder, 1, **SHORT), undisturbed)
+
+
+def test_a_start_that_fails_leaves_the_run_to_those_who_began_it(tmp_path):
+    options = {**SHORT, "partition__policy": "static", "partition__shares": [1, 2]}
+    interrupt(tmp_path, 2, "append_epoch", 2, **options)
+    others = {**options, "partition__shares": [1, 1, 1]}
+    killed = launch(tmp_path, 3, target=killed_as_it_rehearses, **others)
+    assert killed[1].code == -9 and all(outcome.code for outcome in killed), killed
+    check_equal(train(tmp_path, 2, **options), train(tmp_path / "undisturbed", 2, **options))
+
+
+def killed_as_it_rehearses(*argv: str) -> None:
+    import trainer
+
+    if os.environ["RANK"] == "1":
+        trainer.Trainer._rehearse = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
+    run_trainer(*argv)
+
+
 def test_what_names_single_workers_may_change_with_their_number(tmp_path):
     options = {**STATIC, "partition__shares": [1, 3]}
     interrupt(tmp_path, 2, "append_epoch", 2, **options)
@@ -188,8 +236,34 @@ def test_a_damaged_checkpoint_is_reported_and_the_previous_one_used(tmp_path):
     outcomes = launch(tmp_path, 2, **LENET)
     assert f"{file} is damaged" in outcomes[0].output and outcomes[1].output == ""
     continued, undisturbed = read(tmp_path), train(tmp_path / "undisturbed", 2, **LENET)
+    assert not list(run_path(tmp_path).glob("checkpoint*"))
     check_equal(continued, undisturbed)
     assert without_times(continued) == without_times(undisturbed)
+
+
+def test_a_damaged_checkpoint_takes_the_place_of_no_whole_one(tmp_path):
+    """Whoever is killed as it saves the next one leaves the last whole one."""
+    interrupt(tmp_path, 2, "append_epoch", 4, **LENET)
+    file = run_path(tmp_path) / "checkpoint.pt"
+    file.write_bytes(file.read_bytes()[:-100])
+    launch(tmp_path, 2, target=killed_as_it_puts_in_place, **LENET)
+    names = {path.name for path in run_path(tmp_path).glob("checkpoint*")}
+    assert names == {"checkpoint.pt.damaged", "checkpoint-1.pt"}
+    check_equal(train(tmp_path, 2, **LENET), train(tmp_path / "undisturbed", 2, **LENET))
+
+
+def killed_as_it_puts_in_place(*argv: str) -> None:
+    import storage
+
+    whole = storage.replace
+
+    def replace(temporary: Path, path: Path) -> None:
+        if path.name == "checkpoint.pt":
+            os._exit(9)
+        whole(temporary, path)
+
+    storage.replace = replace
+    run_trainer(*argv)
 
 
 def test_a_checkpoint_of_another_run_is_refused_with_the_keys_that_differ(tmp_path):
